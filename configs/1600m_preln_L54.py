@@ -1,0 +1,5 @@
+"""Pre-LN, deep and narrow, aspect ratio 27.9: the trend at 1.6B parameters, with grouped queries (Figure 3, right; no loss is printed)."""
+
+from configs import TrainConfig
+
+config = TrainConfig(residual="preln", n_layer=54, d_model=1504, n_kv_head=8, ff_ratio=3, max_steps=30400, lr=5e-4)

@@ -1,0 +1,5 @@
+"""HC, deep and narrow, aspect ratio 28.6: the trend at 300M parameters (Figure 3, left; no loss is printed)."""
+
+from configs import TrainConfig
+
+config = TrainConfig(residual="hc", n_layer=28, d_model=800, max_steps=5700, micro_batch_size=4)

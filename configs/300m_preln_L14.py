@@ -1,0 +1,5 @@
+"""Pre-LN, shallow and wide, aspect ratio 75.4: the trend at 300M parameters (Figure 3, left; no loss is printed)."""
+
+from configs import TrainConfig
+
+config = TrainConfig(residual="preln", n_layer=14, d_model=1056, max_steps=5700)

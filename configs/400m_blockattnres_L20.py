@@ -1,0 +1,7 @@
+"""Block AttnRes, shallower than the reference of the 400M suite, aspect ratio 56.0 (Figure 2a; the paper reaches 2.716, its text says
+2.715).
+"""
+
+from configs import TrainConfig
+
+config = TrainConfig(residual="blockattnres", n_layer=20, d_model=1120)

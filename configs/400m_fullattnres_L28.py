@@ -1,0 +1,5 @@
+"""Full AttnRes, deeper than the reference of the 400M suite, aspect ratio 34.3 (Figure 2a; the paper reaches 2.722)."""
+
+from configs import TrainConfig
+
+config = TrainConfig(residual="fullattnres", n_layer=28, d_model=960)

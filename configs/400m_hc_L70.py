@@ -1,0 +1,5 @@
+"""HC, the deep and narrow extreme of the 400M suite, aspect ratio 9.1 (Figure 2b; the paper reaches 2.682)."""
+
+from configs import TrainConfig
+
+config = TrainConfig(residual="hc", n_layer=70, d_model=640, micro_batch_size=4)

@@ -1,0 +1,5 @@
+"""KEEL, the shallow and wide end of the 400M suite, aspect ratio 76.0 (Figure 2a; the paper reaches 2.781)."""
+
+from configs import TrainConfig
+
+config = TrainConfig(residual="keel", n_layer=16, d_model=1216)

@@ -1,0 +1,5 @@
+"""KEEL, deep and narrow of the 400M suite, aspect ratio 28.0 (Figure 2a; the paper reaches 2.775)."""
+
+from configs import TrainConfig
+
+config = TrainConfig(residual="keel", n_layer=32, d_model=896)

@@ -1,0 +1,7 @@
+"""MoDA, deep and narrow of the 400M suite, aspect ratio 28.0 (Figure 2a; the paper reaches 2.780). MoDA has more parameters than the
+others.
+"""
+
+from configs import TrainConfig
+
+config = TrainConfig(residual="moda", n_layer=32, d_model=896, micro_batch_size=4)

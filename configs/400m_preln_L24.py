@@ -1,0 +1,5 @@
+"""Pre-LN, the reference shape of the 400M suite, aspect ratio 42.7 (Figure 2a; the paper reaches 2.765)."""
+
+from configs import TrainConfig
+
+config = TrainConfig(residual="preln", n_layer=24, d_model=1024)

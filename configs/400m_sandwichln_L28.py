@@ -1,0 +1,5 @@
+"""Sandwich-LN, deeper than the reference of the 400M suite, aspect ratio 34.3 (Figure 2a; the paper reaches 2.757)."""
+
+from configs import TrainConfig
+
+config = TrainConfig(residual="sandwichln", n_layer=28, d_model=960)

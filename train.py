@@ -1,0 +1,560 @@
+"""
+Train a model, or several one after the other.
+
+    python train.py configs/toy.py                                    one run
+    python train.py configs/toy.py --lr=1e-3,2e-3 --seed=0,1          one for each combination
+    torchrun --nproc_per_node=8 train.py configs/400m_hc_L24.py       one on eight GPUs
+    python train.py --list                                            the runs that have a config file
+
+What a run leaves is in out/<name>: log.jsonl with one line for each step, config.json, checkpoint.pt, loss.png. The same
+command, given again, goes on from the checkpoint and arrives where it would have arrived without the stop, to the bit.
+"""
+
+import contextlib
+import ctypes
+import json
+import math
+import os
+import signal
+import sys
+import time
+from collections import deque
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+import configs
+import data
+import flops
+import residuals
+from configs import Mistake
+from model import Transformer
+
+FREE = {"name", "data", "device", "compile", "micro_batch_size", "eval_every", "save_every", "log_every"}  # may change at a resume
+PEAK = {"A100": flops.A100, "H100": 989e12, "H200": 989e12}  # dense bf16 FLOP/s
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One step
+
+
+def lr_at(step, cfg):
+    """Linear warm-up from zero, then a cosine down to min_lr_frac of the peak. Steps count from 1."""
+    warmup = round(cfg.warmup_frac * cfg.max_steps)
+    if step < warmup:
+        return cfg.lr * step / warmup
+    done = (step - warmup) / max(1, cfg.max_steps - warmup)
+    return cfg.lr * (cfg.min_lr_frac + (1 - cfg.min_lr_frac) * 0.5 * (1 + math.cos(math.pi * done)))
+
+
+def make_optimizer(model, cfg):
+    """AdamW on all parameters, without weight decay for those that their own module exempts in `no_decay`."""
+    decay, no_decay, seen = [], [], set()
+    for module in model.modules():
+        for name, p in module.named_parameters(recurse=False):
+            if p not in seen:
+                (no_decay if name in getattr(module, "no_decay", ()) else decay).append(p)
+                seen.add(p)
+    groups = [{"params": decay, "weight_decay": cfg.weight_decay}, {"params": no_decay, "weight_decay": 0.0}]
+    groups = [group for group in groups if group["params"]]
+    fused = cfg.precision != "bf16"  # the authors' optimizer rounds after each operation, which in bf16 undoes the decay
+    return torch.optim.AdamW(groups, lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=1e-8, fused=fused)
+
+
+def to_bf16(model):
+    """The authors' recipe: weights, and with them gradients and moments, in bf16, but for what a rule keeps in float32."""
+    for module in model.modules():
+        for name, p in module.named_parameters(recurse=False):
+            if name not in getattr(module, "keep_float32", ()):
+                p.data = p.data.bfloat16()
+
+
+def token_losses(model, batch, cfg, device):
+    """-log p of each next token of batch (B, T + 1), in float32: (B T,)."""
+    batch = torch.from_numpy(batch).to(device, non_blocking=True)
+    amp = cfg.precision == "amp" or (cfg.precision == "auto" and device.type == "cuda")
+    with torch.autocast(device.type, torch.bfloat16, enabled=amp):
+        logits = model(batch[:, :-1])
+    return cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten(), reduction="none")
+
+
+def train_step(model, optimizer, windows, step, cfg, ranks, stop):
+    """One optimizer step on a global batch, in micro-batches. Returns what the log should say about it.
+
+    A request to stop is heeded between micro-batches, before anything has changed; so is a loss that is not finite.
+    """
+    lr = lr_at(step, cfg)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    mine = ranks.share(cfg.batch_size)
+    micro_batches = [mine[i : i + cfg.micro_batch_size] for i in range(0, len(mine), cfg.micro_batch_size)]
+    loss = 0.0
+    for i, rows in enumerate(micro_batches):
+        stop.check()
+        last = i + 1 == len(micro_batches)
+        with contextlib.nullcontext() if last or ranks.n == 1 else model.no_sync():
+            part = token_losses(model, windows.batch(step - 1, cfg.batch_size, rows), cfg, ranks.device).mean() / len(micro_batches)
+            part.backward()
+        loss += part.detach().double()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip)
+    loss, norm = ranks.sum(loss).item() / ranks.n, norm.item()
+    if not math.isfinite(loss) or not math.isfinite(norm):
+        where = first_not_finite(model, windows.batch(step - 1, cfg.batch_size, micro_batches[0]), cfg, ranks.device)
+        raise NotFinite(f"stopped at step {step}: loss {loss:.4g}, gradient norm {norm:.4g}, learning rate {lr:.3g}; {where}")
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return {"step": step, "loss": loss, "lr": lr, "grad_norm": norm}
+
+
+class NotFinite(Exception):
+    """A loss or a gradient is NaN or infinite."""
+
+
+@torch.no_grad()
+def first_not_finite(model, batch, cfg, device):
+    """Which layer the trouble starts in, for the message."""
+    model, found = getattr(model, "module", model), []
+
+    def hook(name):
+        return lambda module, args, y: found.append(name) if not torch.isfinite(y).all() else None
+
+    names = {model.embed: "the embedding", model.head: "the head"}
+    for k, (_, F) in enumerate(model.branches()):
+        names[F] = f"the {'feed-forward' if k % 2 else 'attention'} of layer {k // 2 + 1}"
+    handles = [module.register_forward_hook(hook(name)) for module, name in names.items()]
+    token_losses(model, batch, cfg, device)
+    for handle in handles:
+        handle.remove()
+    return f"the first output that is not finite is that of {found[0]}" if found else "all activations are finite, so it is the gradient"
+
+
+@torch.no_grad()
+def evaluate(model, windows, cfg, ranks, stop, progress=None):
+    """Mean loss of the tokens of a fixed set of windows, summed in float64: any micro-batch and rank count gives the same."""
+    model = getattr(model, "module", model)
+    n = min(cfg.eval_windows, len(windows))
+    mine = ranks.share(n)
+    total = torch.zeros((), dtype=torch.float64, device=ranks.device)
+    for i in range(0, len(mine), cfg.micro_batch_size):
+        stop.check()
+        rows = mine[i : i + cfg.micro_batch_size]
+        total += token_losses(model, windows.batch(0, n, rows), cfg, ranks.device).double().sum()
+        if progress:
+            progress(i / len(mine))
+    return ranks.sum(total).item() / (n * cfg.seq_len)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ranks, signals, memory
+
+
+class Ranks:
+    """This process among those that torchrun started, or alone. Rank 0 prints and writes."""
+
+    def __init__(self, device):
+        self.n, self.rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
+        kind = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+        if kind == "cuda" and not torch.cuda.is_available():
+            raise Mistake("--device=cuda: torch finds no GPU; --device=cpu runs without")
+        self.device = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0)) if kind == "cuda" else None)
+        if kind == "cuda":
+            torch.cuda.set_device(self.device)
+        if self.n > 1 and not dist.is_initialized():
+            dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+
+    @property
+    def first(self):
+        return self.rank == 0
+
+    def share(self, n):
+        """This rank's part of n rows."""
+        return range(n * self.rank // self.n, n * (self.rank + 1) // self.n)
+
+    def sum(self, x):
+        if self.n > 1:
+            dist.all_reduce(x)
+        return x
+
+    def wrap(self, model):
+        return DistributedDataParallel(model) if self.n > 1 else model
+
+
+class Stop:
+    """Ctrl-C and SIGTERM ask the run to stop where nothing is lost; a second one ends it at once."""
+
+    def __init__(self, ranks):
+        self.ranks, self.signal = ranks, 0
+
+    def __enter__(self):
+        self.before = {number: signal.signal(number, self.request) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *error):
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def request(self, number, frame):
+        if self.signal:
+            os._exit(128 + number)
+        self.signal = number
+
+    def check(self):
+        """Ranks must leave together: they wait for each other inside a step, so only between steps can they agree."""
+        if self.signal and self.ranks.n == 1:
+            raise Interrupted(self.signal)
+
+    def check_together(self):
+        if self.ranks.n > 1:
+            asked = torch.tensor(self.signal, device=self.ranks.device)
+            dist.all_reduce(asked, dist.ReduceOp.MAX)
+            if asked:
+                raise Interrupted(asked.item())
+        self.check()
+
+
+class Interrupted(Exception):
+    @property
+    def status(self):
+        return 128 + self.args[0]
+
+
+def keep_freed_memory():
+    """On Linux, let malloc keep what a step frees for the next one: asking the system anew costs page faults."""
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL("libc.so.6")
+        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+        libc.mallopt(-3, 2**25)  # M_MMAP_THRESHOLD, its largest value
+
+
+def compile_parts(model):
+    """Compile the branches and the functions of the connections; the depth state itself, which grows, stays outside."""
+    try:
+        torch.compile(torch.sin)(torch.ones(1))
+    except Exception as error:
+        return f"--compile: no working compiler here ({type(error).__name__}), so the run goes on without"
+    for _, F in model.branches():
+        F.compile()
+    for name in residuals.COMPILABLE:
+        setattr(residuals, name, torch.compile(getattr(residuals, name)))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checkpoints
+
+
+def save(path, model, optimizer, step, cfg, dataset, record):
+    """Write to a neighbour, sync, rename: a kill at any moment leaves the old checkpoint or the new one. Raises Mistake.
+
+    `record` is the log entry of the step if its evaluation is still to be done.
+    """
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step, "config": asdict(cfg)}
+    state |= {"data": dict(dataset.files), "record": record}
+    neighbour = path.with_name(path.name + ".new")
+    try:
+        with open(neighbour, "wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        neighbour.replace(path)
+    except (OSError, RuntimeError) as error:
+        with contextlib.suppress(OSError):
+            neighbour.unlink()
+        need = checkpoint_bytes(model, optimizer)
+        kept = "; the checkpoint before it is untouched" if path.exists() else ""
+        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        raise Mistake(f"cannot write {path} ({need:,} bytes needed): {reason}{kept}") from None
+
+
+def checkpoint_bytes(model, optimizer):
+    """Weights and AdamW's two moments, which have the weights' precision."""
+    return sum(3 * p.nbytes for p in model.parameters())
+
+
+def load_checkpoint(path, device="cpu"):
+    """The state that `save` wrote, the names of weights as the model has them. Raises Mistake."""
+    try:
+        state = torch.load(path, map_location=device, weights_only=True)
+        state["model"] = {strip(name): w for name, w in state["model"].items()}
+        return state
+    except Exception as error:
+        raise Mistake(f"{path} is not a checkpoint of this program ({type(error).__name__}); remove it to start over") from None
+
+
+def strip(name):
+    """A weight's name without what torch.compile or DistributedDataParallel put before it."""
+    while name.startswith(("_orig_mod.", "module.")):
+        name = name.partition(".")[2]
+    return name
+
+
+def resume(path, model, optimizer, cfg, dataset, device):
+    """Load the checkpoint, if there is one. Returns the step it was taken after and the record that waits for evaluation."""
+    if not path.exists():
+        return 0, None
+    state = load_checkpoint(path, device)
+    then, now = state["config"], asdict(cfg)
+    changed = [f"{key}: {then.get(key)} -> {now[key]}" for key in now if key not in FREE and then.get(key) != now[key]]
+    if changed:
+        raise Mistake(f"{path} is of another run ({', '.join(changed)}); give this one its own --name, or remove that folder")
+    for file in state["data"].keys() | dataset.files.keys():
+        if state["data"].get(file) != dataset.files.get(file):
+            raise Mistake(f"{path} was trained on other data: {file} in {cfg.data} has changed; give this run its own --name, or restore the file")
+    try:
+        model.load_state_dict(state["model"])
+    except RuntimeError as error:
+        raise Mistake(f"{path} does not fit the model: {' '.join(str(error).split())[:300]}") from None
+    optimizer.load_state_dict(state["optimizer"])
+    return state["step"], state["record"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a run shows
+
+
+class Log:
+    """The terminal, where the last line is live, and log.jsonl. Silent on all ranks but the first."""
+
+    def __init__(self, out, start, first):
+        self.first, self.live, self.path = first, sys.stdout.isatty(), out / "log.jsonl"
+        if first:
+            kept = [json.dumps(r) + "\n" for r in read_log(self.path) if r["step"] <= start]
+            self.path.write_text("".join(kept))  # what came after the checkpoint will come again
+            self.file = open(self.path, "a")
+
+    def say(self, text, passing=False):
+        """Print a line; a passing one is for the terminal alone, and the next line overwrites it."""
+        if self.first and (self.live or not passing):
+            print("\r\033[K" + text if self.live else text, end="" if passing else "\n", flush=True)
+
+    def write(self, record):
+        if self.first:
+            print(json.dumps(record), file=self.file, flush=True)
+
+
+def read_log(path):
+    """The records of log.jsonl; a last line that a kill cut short is left out."""
+    records = []
+    with contextlib.suppress(FileNotFoundError), open(path) as file:
+        for line in file:
+            with contextlib.suppress(json.JSONDecodeError):
+                records.append(json.loads(line))
+    return records
+
+
+def introduce(log, cfg, model, optimizer, dataset, ranks, out):
+    given = [f"{key}={value:.6g}" if isinstance(value, float) else f"{key}={value}" for key, value in asdict(cfg).items() if key != "name"]
+    size = {part: f"{n:,}" for part, n in count(model).items()}
+    log.say(f"{cfg.name}: {' '.join(given)}")
+    log.say(f"parameters {size['total']} (backbone {size['backbone']}, of these the rule's {size['rule']})  data {dataset.name}, {dataset.tokenizer}")
+    tokens = cfg.max_steps * cfg.batch_size * cfg.seq_len
+    planned = f"{tokens * per_token(cfg):.3g} FLOPs" if per_token(cfg) else "FLOPs n/a"
+    where = f"{ranks.n} x {ranks.device.type}" if ranks.n > 1 else ranks.device.type
+    megabytes = checkpoint_bytes(model, optimizer) / 1e6
+    log.say(f"{tokens:,} tokens and {planned} planned, on {where}; a checkpoint takes {megabytes:,.0f} MB in {out}")
+
+
+def count(model):
+    """Parameters of the model, those without embedding and head, and those that the rule adds to Pre-LN's two gains a layer."""
+    total = sum(p.numel() for p in model.parameters())
+    branches = sum(p.numel() for _, F in model.branches() for p in F.parameters())
+    ends = model.embed.weight.numel() + model.head.weight.numel()
+    gains = (2 * len(model.blocks) + 1) * model.embed.embedding_dim
+    return {"total": total, "backbone": total - ends, "rule": total - ends - branches - gains}
+
+
+def per_token(cfg):
+    """FLOPs of training on one token; 0 for a rule that flops.py has no formula for."""
+    try:
+        return flops.train_flops_per_token(cfg)
+    except Mistake:
+        return 0
+
+
+class Speed:
+    """Mean seconds of the last 20 steps: one alone jumps about."""
+
+    def __init__(self):
+        self.seconds = deque(maxlen=20)
+
+    def __call__(self, record):
+        self.seconds.append(record["seconds"])
+        return sum(self.seconds) / len(self.seconds)
+
+
+def progress_line(record, cfg, ranks, seconds, left):
+    speed = cfg.batch_size * cfg.seq_len / seconds
+    name = torch.cuda.get_device_name() if ranks.device.type == "cuda" else ""
+    peak = next((peak for gpu, peak in PEAK.items() if gpu in name), None)
+    mfu = f"{speed * per_token(cfg) / peak / ranks.n:.1%}" if peak and per_token(cfg) else "n/a"
+    val = f"  val_loss {record['val_loss']:.4f}" if "val_loss" in record else ""
+    return (
+        f"step {record['step']}/{cfg.max_steps}  loss {record['loss']:.4f}{val}  lr {record['lr']:.2e}  grad_norm {record['grad_norm']:.2f}  "
+        f"{speed:,.0f} tokens/s  MFU {mfu}  {duration(left)} left"
+    )
+
+
+def duration(seconds):
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {seconds:02} s" if minutes else f"{seconds} s"
+
+
+def draw(out, cfg):
+    """loss.png: the training loss of each step, a running mean of it, and the validations."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # no display needed
+    import matplotlib.pyplot as plt
+
+    records = read_log(out / "log.jsonl")
+    steps, losses = [r["step"] for r in records], [r["loss"] for r in records]
+    vals = [(r["step"], r["val_loss"]) for r in records if "val_loss" in r]
+    n = max(1, len(losses) // 50)
+    means = [sum(losses[max(0, i - n + 1) : i + 1]) / min(n, i + 1) for i in range(len(losses))]
+    fig, ax = plt.subplots(figsize=(7, 4), layout="constrained")
+    ax.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=0.8)
+    ax.plot(steps, means, color="tab:blue", label=f"training (mean of {n} steps)")
+    if vals:
+        ax.plot(*zip(*vals), "o-", color="tab:orange", label=f"validation, {vals[-1][1]:.3f} at the end")
+    ax.set(xlabel="step", ylabel="loss (nats per token)", title=cfg.name)
+    ax.grid(alpha=0.3)
+    ax.legend()
+    fig.savefig(out / "loss.png", dpi=120)
+    plt.close(fig)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A run
+
+
+def train(cfg):
+    """Train from the last checkpoint, or from scratch, to cfg.max_steps. Returns the last validation loss.
+
+    Raises Mistake, NotFinite, and Interrupted after the last whole step has been saved.
+    """
+    ranks = Ranks(cfg.device)
+    out = Path("out") / cfg.name
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        if not os.access(out, os.W_OK):
+            raise PermissionError
+    except OSError:
+        raise Mistake(f"cannot write to {out.resolve()}; run the command in a folder that is yours") from None
+    dataset = data.open_dataset(cfg.data)
+    if dataset.vocab_size > cfg.vocab_size:
+        raise Mistake(f"vocab_size={cfg.vocab_size} is smaller than that of {cfg.data}; --vocab_size={dataset.vocab_size} is the least")
+    windows, val = dataset.windows("train", cfg.seq_len, cfg.seed), dataset.windows("val", cfg.seq_len, 0)
+
+    torch.manual_seed(cfg.seed)
+    model = Transformer(cfg)
+    if cfg.precision == "bf16":
+        to_bf16(model)
+    model.to(ranks.device)
+    optimizer = make_optimizer(model, cfg)
+    start, waiting = resume(out / "checkpoint.pt", model, optimizer, cfg, dataset, ranks.device)
+    log = Log(out, start, ranks.first)
+    if start == cfg.max_steps and not waiting:
+        last = read_log(log.path)[-1:]
+        loss = last[0].get("val_loss", math.nan) if last else math.nan
+        log.say(f"{out} is complete after {start} steps: val_loss {loss:.4f} (another --name= trains anew)")
+        return loss
+    if ranks.first:
+        (out / "config.json").write_text(json.dumps(asdict(cfg), indent=1) + "\n")
+    introduce(log, cfg, model, optimizer, dataset, ranks, out)
+    if start:
+        log.say(f"going on after step {start}")
+    if cfg.compile and (problem := compile_parts(model)):
+        log.say(problem)
+
+    with Stop(ranks) as stop:
+        loss = loop(cfg, model, optimizer, windows, val, dataset, log, ranks, stop, start, waiting, out)
+    if ranks.first:
+        show_sample(log, model, dataset)
+    return loss
+
+
+def loop(cfg, model, optimizer, windows, val, dataset, log, ranks, stop, start, waiting, out):
+    """Steps start + 1 to cfg.max_steps. `record` is the log entry of a step whose evaluation is not done yet."""
+    wrapped, step, record, speed, began = ranks.wrap(model), start, waiting, Speed(), time.perf_counter()
+
+    def keep():
+        if ranks.first:
+            save(out / "checkpoint.pt", model, optimizer, step, cfg, dataset, record)
+            draw(out, cfg)
+
+    try:
+        while step < cfg.max_steps or record:
+            if record is None:
+                stop.check_together()
+                t = time.perf_counter()
+                record = train_step(wrapped, optimizer, windows, step + 1, cfg, ranks, stop)
+                step += 1
+                record["seconds"] = time.perf_counter() - t
+            if step % cfg.eval_every == 0 or step == cfg.max_steps:
+                validating = f"step {step}/{cfg.max_steps}  validating"
+                record["val_loss"] = evaluate(model, val, cfg, ranks, stop, lambda done: log.say(f"{validating} {done:.0%}", passing=True))
+            left = (time.perf_counter() - began) / max(1, step - start) * (cfg.max_steps - step)
+            shown = step % cfg.log_every == 0 or "val_loss" in record or step == 1
+            log.say(progress_line(record, cfg, ranks, speed(record), left), passing=not shown)
+            log.write(record)
+            last, record = record, None
+            if step % cfg.save_every == 0 or step == cfg.max_steps:
+                keep()
+    except Interrupted:
+        optimizer.zero_grad(set_to_none=True)
+        if step > start or waiting:
+            keep()
+        log.say(f"interrupted; {out} holds step {step}, and the same command goes on from there")
+        raise
+    log.say(f"val_loss {last['val_loss']:.4f} after {duration(time.perf_counter() - began)} for {step - start} steps; the curve is {out}/loss.png")
+    return last["val_loss"]
+
+
+def show_sample(log, model, dataset):
+    try:
+        tokenizer = dataset.load_tokenizer()
+    except Mistake as mistake:
+        return log.say(f"no sample of text: {mistake}")
+    ids = model.generate([], 200, temperature=0.8, top_k=50, vocab_size=dataset.vocab_size, eot=dataset.eot)
+    text = tokenizer.decode([i for i in ids if i != dataset.eot])
+    log.say("A sample of what it has learnt to write:\n" + "\n".join("    " + line for line in text.splitlines()))
+
+
+def main(argv):
+    if not argv or "--help" in argv or "-h" in argv:
+        print(f"{__doc__}\nOptions, as --key=value, several values separated by commas:\n{configs.describe()}")
+        return
+    if "--list" in argv:
+        print(flops.list_runs())
+        return
+    if "--residual=help" in argv:
+        print(residuals.table())
+        return
+    keep_freed_memory()
+    runs = configs.runs(argv)
+    for cfg in runs:
+        residuals.rule_of(cfg.residual)
+        cfg.check_ranks(int(os.environ.get("WORLD_SIZE", 1)))
+    results = {cfg.name: train(cfg) for cfg in runs}
+    if len(results) > 1:
+        print("\n" + "\n".join(f"{name:40} val_loss {loss:.4f}" for name, loss in results.items()))
+    elif runs[0].name == "toy":
+        print("\nNext:\n  python train.py configs/toy.py --residual=preln --name=toy-preln   # the same with plain residuals")
+        print("  python residuals.py                                                # all rules, one line each")
+
+
+if __name__ == "__main__":
+    with configs.one_line_mistakes():
+        try:
+            main(sys.argv[1:])
+        except Interrupted as interrupted:
+            sys.exit(interrupted.status)
+        except NotFinite as problem:
+            sys.exit(str(problem))
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
