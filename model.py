@@ -29,8 +29,8 @@ class Attention(nn.Module):
 
     def qkv(self, x):
         """x (B, T, d) -> queries, keys, the keys before their rotation, values: each (B, heads, T, d_head)."""
-        q, k, v = (w(x).unflatten(-1, (-1, self.d_head)).transpose(1, 2) for w in (self.q, self.k, self.v))
-        return rotate(q, self.rope.value), rotate(k, self.rope.value), k, v
+        q, k, v = (w(x).unflatten(-1, (-1, self.d_head)) for w in (self.q, self.k, self.v))  # (B, T, heads, d_head)
+        return [x.transpose(1, 2) for x in (rotate(q, self.rope.value), rotate(k, self.rope.value), k, v)]
 
     def merge(self, y):
         """y (B, heads, T, d_head) -> (B, T, d)."""
@@ -136,14 +136,14 @@ class Transformer(nn.Module):
 
 
 def rotary(T, d, base):
-    """Cosines and sines of each position's angles, (2, T, d / 2)."""
+    """What `rotate` multiplies by at each position, (2, T, 1, d): the cosines, and the sines with the sign that they add with."""
     angles = torch.outer(torch.arange(T, dtype=torch.float64), base ** (-torch.arange(0, d, 2, dtype=torch.float64) / d))
-    return torch.stack([angles.cos(), angles.sin()])
+    cos, sin = angles.cos(), angles.sin()
+    return torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)]).unsqueeze(-2)
 
 
 def rotate(x, rope):
-    """Turn each pair of channels (j, j + d/2) of x (B, H, T, d) by its position times its frequency, in float32 or better."""
+    """Turn each pair of channels (j, j + d/2) of x (B, T, H, d) by its position times its frequency, in float32 or better."""
     y = wide(x)
-    cos, sin = rope[:, : x.shape[-2]].to(y.dtype)
-    a, b = y.chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1).to(x.dtype)
+    cos, sin = rope[:, : x.shape[1]].to(y.dtype)
+    return (y * cos + y.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)

@@ -961,18 +961,18 @@ def parse(rule, key, option):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def table():
+def table(measure=True):
     """The rules, as the Markdown table of the README: what they are, and what they cost at L = 24, d = 1024."""
     from configs import ModelConfig  # here, because only this table needs a model
 
     rows = ["| rule | name | equation | paper | extra parameters | lr | starts as Pre-LN | saved |", "|---|---|---|---|--:|--:|---|--:|"]
-    preln, preln_saved = parameters(ModelConfig()), saved_bytes("preln")
+    preln, preln_saved = parameters(ModelConfig()), saved_bytes("preln") if measure else 1
     for key, rule in RULES.items():
         equation, _, paper = rule.__doc__.splitlines()[0].rpartition("  ")
         extra, lr = parameters(ModelConfig(residual=key)) - preln, f"{rule.lr:g}" if rule.lr else "-"
         equation = " ".join(equation.split()).replace("|", "\\|")
-        saved = saved_bytes(key) / preln_saved
-        rows.append(f"| `{key}` | {rule.title} | {equation} | {paper} | {extra:,} | {lr} | {'yes' if rule.starts_as_preln else 'no'} | {saved:.2f} |")
+        saved = f"{saved_bytes(key) / preln_saved:.2f}" if measure else "-"
+        rows.append(f"| `{key}` | {rule.title} | {equation} | {paper} | {extra:,} | {lr} | {'yes' if rule.starts_as_preln else 'no'} | {saved} |")
     return "\n".join(rows)
 
 

@@ -34,7 +34,7 @@ import residuals
 from configs import Mistake
 from model import Transformer
 
-FREE = {"name", "data", "device", "compile", "micro_batch_size", "eval_every", "save_every", "log_every"}  # may change at a resume
+FREE = {"name", "data", "device", "compile", "micro_batch_size", "eval_every", "save_every", "log_every", "sample"}  # may change at a resume
 PEAK = {"A100": flops.A100, "H100": 989e12, "H200": 989e12}  # dense bf16 FLOP/s
 
 
@@ -136,7 +136,7 @@ def first_not_finite(model, batch, cfg, device):
 def evaluate(model, windows, cfg, ranks, stop, progress=None):
     """Mean loss of the tokens of a fixed set of windows, summed in float64: any micro-batch and rank count gives the same."""
     model = getattr(model, "module", model)
-    n = min(cfg.eval_windows, len(windows))
+    n = min(cfg.eval_batches * cfg.batch_size, len(windows))
     mine = ranks.share(n)
     total = torch.zeros((), dtype=torch.float64, device=ranks.device)
     for i in range(0, len(mine), cfg.micro_batch_size):
@@ -472,8 +472,8 @@ def train(cfg):
 
     with Stop(ranks) as stop:
         loss = loop(cfg, model, optimizer, windows, val, dataset, log, ranks, stop, start, waiting, out)
-    if ranks.first:
-        show_sample(log, model, dataset)
+    if ranks.first and cfg.sample:
+        show_sample(log, model, dataset, cfg.sample)
     return loss
 
 
@@ -514,12 +514,13 @@ def loop(cfg, model, optimizer, windows, val, dataset, log, ranks, stop, start, 
     return last["val_loss"]
 
 
-def show_sample(log, model, dataset):
+def show_sample(log, model, dataset, n):
     try:
         tokenizer = dataset.load_tokenizer()
     except Mistake as mistake:
         return log.say(f"no sample of text: {mistake}")
-    ids = model.generate([], 200, temperature=0.8, top_k=50, vocab_size=dataset.vocab_size, eot=dataset.eot)
+    with torch.compiler.set_stance("force_eager"):  # each length of the text would be compiled anew
+        ids = model.generate([], n, temperature=0.8, top_k=50, vocab_size=dataset.vocab_size, eot=dataset.eot)
     text = tokenizer.decode([i for i in ids if i != dataset.eot])
     log.say("A sample of what it has learnt to write:\n" + "\n".join("    " + line for line in text.splitlines()))
 
@@ -532,7 +533,7 @@ def main(argv):
         print(flops.list_runs())
         return
     if "--residual=help" in argv:
-        print(residuals.table())
+        print(residuals.table(measure=False))
         return
     keep_freed_memory()
     runs = configs.runs(argv)

