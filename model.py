@@ -86,7 +86,7 @@ class Transformer(nn.Module):
     def forward(self, tokens, blocks=None):
         """tokens (B, T) -> logits (B, T, V). A probe may pass other blocks: one skipped, say."""
         h = self.enter(self.embed(tokens))
-        for block in blocks or self.blocks:
+        for block in self.blocks if blocks is None else blocks:
             h = block(h)
         return self.head(self.reader(h))
 

@@ -20,6 +20,7 @@ Notation
 """
 
 import math
+from contextlib import nullcontext
 from typing import Literal, get_args, get_origin
 
 import torch
@@ -35,6 +36,11 @@ EPS = 1e-6
 def wide(x):
     """x in float32, or as it is if that is float64: the precision of norms and routing, whatever that of the run."""
     return x if x.dtype == torch.float64 else x.float()
+
+
+def no_autocast(x):
+    """Inside, what is in float32 stays in float32 also in a run in mixed precision."""
+    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
 class RMSNorm(nn.Module):
@@ -83,7 +89,7 @@ class Table(nn.Module):
 
 
 class Reader(nn.Module):
-    """How one vector is read from the depth state, LN(h): by a branch, by the head, by a probe that looks in between."""
+    """How one vector is read from the depth state, LN(h): by the head, by a probe, and by a branch unless its rule routes."""
 
     def __init__(self, cfg, eps=EPS):
         super().__init__()
@@ -303,7 +309,8 @@ class LayerRoPE(Residual):
 
     One vector of gains g for all layers, scaled and rotated by how deep the layer is. Four sites share one each: the
     read and the write of attention, the read and the write of the feed-forward. RMS is RMSNorm without a gain.
-    That gains and scalars are exempt from weight decay is our choice: the paper's runs use none.
+    That gains and scalars are exempt from weight decay is our choice: the paper's runs use none. A probe that exchanges two
+    layers leaves the schedule in its place.
     """
 
     title, lr = "LayerRoPE", 8e-3
@@ -412,25 +419,57 @@ class HC(Residual):
     def route(self, H):
         if not self.dynamic:
             return self.alpha, self.A, self.beta
-        w = ((H @ self.W) * rstd(H, 1e-8).unsqueeze(-1)).tanh()  # (B, T, m, 1 + m + 1)
-        alpha = self.alpha + self.s_in * w[..., 0]  # (B, T, m)
-        A = self.A + self.s_in * w[..., 1:-1]  # (B, T, m, m)
-        beta = self.beta + self.s_out * w[..., -1]  # (B, T, m)
+        a, A, b = normed_product(H, self.W, 1e-8).tanh().split((1, self.m, 1), -1)  # (B, T, m, 1 + m + 1)
+        alpha = self.alpha + self.s_in * a.squeeze(-1)  # (B, T, m)
+        A = self.A + self.s_in * A  # (B, T, m, m)
+        beta = self.beta + self.s_out * b.squeeze(-1)  # (B, T, m)
         return alpha, A, beta
 
     def init_branch(self, F):
         F.out.weight.mul_(self.m**-0.5)
 
 
+def normed_product(x, W, eps):
+    """RMS(x) W, the norm taken out of the product so that no normed copy of x is made: (..., d) -> (..., n)."""
+    with no_autocast(x):
+        return NormedProduct.apply(x, W, eps)
+
+
+class NormedProduct(torch.autograd.Function):
+    """y = r x W with r = 1 / RMS(x). Given g = dy, its gradients in one pass over x:
+
+        dx = r g W^T - (g . y) r^2 / d x,   dW = (r x)^T g
+    """
+
+    @staticmethod
+    def forward(ctx, x, W, eps):
+        r = rstd(x, eps).unsqueeze(-1)
+        y = (wide(x) @ wide(W)) * r
+        ctx.save_for_backward(x, W, r, y)
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, g):
+        x, W, r, y = ctx.saved_tensors
+        rg = g * r
+        dx = (rg @ wide(W).mT).addcmul_(x, (g * y).sum(-1, keepdim=True) * r.square() / -x.shape[-1])
+        return dx.to(x.dtype), (wide(x).flatten(0, -2).mT @ rg.flatten(0, -2)).to(W.dtype), None
+
+
 def read_and_mix(H, alpha, A):
     """H alpha and H A in one product: (B, T, d) and (B, T, m, d)."""
-    X = torch.cat([alpha.unsqueeze(-1), A], -1).mT.to(H.dtype) @ H  # (B, T, 1 + m, d)
-    return X[..., 0, :], X[..., 1:, :]
+    with no_autocast(H):  # rounded to bf16, what mHC's A sends on sums to 1.001
+        X = (wide(torch.cat([alpha.unsqueeze(-1), A], -1)).mT @ wide(H)).to(H.dtype)  # (B, T, 1 + m, d)
+    x, mixed = X.split((1, H.shape[-2]), -2)
+    return x.squeeze(-2), mixed
 
 
 def write(H, y, beta):
     """H + y beta^T: one vector into m streams."""
-    return torch.addcmul(H, beta.unsqueeze(-1).to(H.dtype), y.unsqueeze(-2).to(H.dtype))
+    beta = beta.unsqueeze(-1).to(H.dtype).expand(*H.shape[:-1], 1)
+    with no_autocast(H):
+        return torch.baddbmm(H.flatten(0, 1), beta.flatten(0, 1), y.flatten(0, 1).unsqueeze(-2).to(H.dtype)).view(H.shape)
 
 
 class MeanStreams(SumStreams):
@@ -476,19 +515,19 @@ class MHC(HC):
             A.copy_(8.0 * torch.eye(self.m).flatten() - 8)
 
     def route(self, H):
-        with torch.autocast(H.device.type, enabled=False):  # in float32 also in a run in bf16: A leaves its manifold otherwise
-            alpha, A, beta = self.logits(wide(H).flatten(-2))
-            return alpha.sigmoid(), self.constrain(A), 2 * beta.sigmoid()
+        alpha, A, beta = self.logits(H.flatten(-2))  # in float32 also in a run in bf16: A leaves its manifold otherwise
+        return alpha.sigmoid(), self.constrain(A), 2 * beta.sigmoid()
 
     def logits(self, x):
         biases = self.bias.split(self.sizes)
         if not self.dynamic:
             return biases
-        x = (x @ self.W.to(x.dtype)) * rstd(x, EPS).unsqueeze(-1)
+        x = normed_product(x, self.W, EPS)
         return [s * part + bias for s, part, bias in zip(self.s, x.split(self.sizes, -1), biases)]
 
     def constrain(self, logits):
-        """(..., m m) -> A (..., m, m), from a source, its row, to a destination, its column."""
+        """(..., m m) -> A (..., m, m), from a source, its row, to a destination, its column. The matrix of the paper and of
+        its kernel is the transpose: what "row" makes sum to one is what reaches a stream."""
         m = self.m
         if self.constraint == "identity":
             return torch.eye(m).to(logits).expand(*logits.shape[:-1], m, m)
@@ -505,12 +544,33 @@ def sinkhorn(logits, iterations, eps=EPS):
     A destination's weights sum to one first, then a source's, and so on; the last step is a source's. As in the kernel
     that the authors use, eps is added after the softmax and in every division.
     """
-    A = logits.softmax(0) + eps
-    A = A / (A.sum(1, keepdim=True) + eps)
-    for _ in range(iterations - 1):
-        A = A / (A.sum(0, keepdim=True) + eps)
-        A = A / (A.sum(1, keepdim=True) + eps)
-    return A
+    return Sinkhorn.apply(logits.softmax(0) + eps, iterations, eps)
+
+
+class Sinkhorn(torch.autograd.Function):
+    """A <- A / s, where s is eps more than the sums of A along its sources and its destinations in turn. The gradient is
+    that of the steps that were taken, dA <- (dA - sum(dA' A')) / s: the usual short cut, that of a converged matrix, is
+    wrong here, as these matrices do not converge.
+    """
+
+    @staticmethod
+    def forward(ctx, A, iterations, eps):
+        steps = []
+        for i in range(1, 2 * iterations):
+            s = A.sum(i % 2, keepdim=True).add_(eps)
+            A = A / s
+            steps += [A, s]
+        ctx.save_for_backward(*steps)
+        return A
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, g):
+        steps = ctx.saved_tensors
+        for i in reversed(range(1, len(steps) // 2 + 1)):
+            A, s = steps[2 * i - 2 : 2 * i]
+            g = (g - (g * A).sum(i % 2, keepdim=True)).div_(s)
+        return g, None, None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -626,10 +686,10 @@ class Mixture(nn.Module):
         self.gain = nn.Parameter(torch.ones(cfg.d_model))
 
     def forward(self, v):
-        return depth_mix(v, self.w * self.gain)
+        return depth_mix(v, wide(self.w * self.gain))
 
     def weights(self, v):
-        return depth_weights(v, self.w * self.gain)
+        return depth_weights(v, wide(self.w * self.gain))
 
 
 class First(Reader):
@@ -654,7 +714,7 @@ def depth_weights(v, q):
 def depth_mix(v, q):
     """sum_i p_i v_i of the n sources, (B, T, d)."""
     x, r = zip(*v)
-    with torch.autocast(q.device.type, enabled=False):
+    with no_autocast(q):
         return DepthMixFunction.apply(q, torch.stack(r, -1), *x).to(x[0].dtype)
 
 
@@ -666,7 +726,8 @@ class DepthMixFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, q, r, *v):
+    def forward(ctx, *inputs):  # under no_grad, torch.compile miscounts the arguments of forward(ctx, q, r, *v) if there are two v
+        q, r, *v = inputs
         scores = torch.stack([wide(x) @ q for x in v], -1)  # (B, T, n)
         p = (scores * r).softmax(-1)
         h = p[..., :1] * v[0]
@@ -771,8 +832,10 @@ class DepthAttentionFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, *C):
+    def forward(ctx, *inputs):
+        q, k, v, *C = inputs
         keys, values = C[: len(C) // 2], C[len(C) // 2 :]
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))  # the operator takes that for granted
         o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
         Q = q.unflatten(1, (keys[0].shape[1], -1))  # (B, G, H / G, T, D)
         s = torch.stack([(Q * x.unsqueeze(2)).sum(-1).flatten(1, 2) for x in keys], -1) * q.shape[-1] ** -0.5  # (B, H, T, n)
@@ -890,7 +953,7 @@ class DenseFormer(PreLN):
         eye = torch.eye(n).to(wide(state[0]))
         if self.a is None:
             return eye[-1], eye, eye[-1]
-        A = torch.cat([eye, torch.cat([self.a[:-1], self.a[-1:]]).unsqueeze(-1)], -1)  # h becomes a source, and all are averaged
+        A = torch.cat([eye, self.a.unsqueeze(-1)], -1)  # h becomes a source, and all are averaged
         return eye[-1], A, torch.cat([eye[-1], self.a[-1:]])
 
 
@@ -950,7 +1013,7 @@ def parse(rule, key, option):
         if isinstance(good, tuple):
             good = {choice: choice for choice in good}
         value = good[text] if isinstance(good, dict) else good(text)
-        if kind in (int, float) and value <= 0:
+        if kind in (int, float) and not 0 < value < math.inf:
             raise ValueError
     except (KeyError, ValueError):
         expected = " or ".join(good) if isinstance(good, dict) else f"a positive {kind.__name__}"

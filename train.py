@@ -16,6 +16,7 @@ import json
 import math
 import os
 import signal
+import statistics
 import sys
 import time
 from collections import deque
@@ -222,12 +223,20 @@ class Interrupted(Exception):
         return 128 + self.args[0]
 
 
-def keep_freed_memory():
-    """On Linux, let malloc keep what a step frees for the next one: asking the system anew costs page faults."""
+def keep_freed_memory(reserve=2**30):
+    """On Linux, let malloc keep what a step frees for the next one, in huge pages: most of what a depth mixture costs on a
+    CPU is asking the system for pages and looking them up."""
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL("libc.so.6")
-        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
-        libc.mallopt(-3, 2**25)  # M_MMAP_THRESHOLD, its largest value
+        trim_threshold, top_pad, mmap_threshold, huge_page = -1, -2, -3, 14
+        libc.mallopt(trim_threshold, 2**31 - 1)
+        libc.mallopt(mmap_threshold, 2**25)  # its largest value
+        libc.mallopt(top_pad, reserve)  # grow the heap by so much at a time; what is not touched takes no memory
+        libc.malloc.restype = ctypes.c_void_p
+        libc.free(ctypes.c_void_p(libc.malloc(2**24)))
+        heap = next(line for line in open("/proc/self/maps") if "[heap]" in line)
+        start, end = (int(x, 16) for x in heap.split()[0].split("-"))
+        libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), huge_page)
 
 
 def compile_parts(model):
@@ -374,19 +383,9 @@ def per_token(cfg):
         return 0
 
 
-class Speed:
-    """Mean seconds of the last 20 steps: one alone jumps about."""
-
-    def __init__(self):
-        self.seconds = deque(maxlen=20)
-
-    def __call__(self, record):
-        self.seconds.append(record["seconds"])
-        return sum(self.seconds) / len(self.seconds)
-
-
 def progress_line(record, cfg, ranks, seconds, left):
-    speed = cfg.batch_size * cfg.seq_len / seconds
+    """`seconds`: those of the latest steps, for a speed that does not jump about."""
+    speed = cfg.batch_size * cfg.seq_len / statistics.median(seconds)
     name = torch.cuda.get_device_name() if ranks.device.type == "cuda" else ""
     peak = next((peak for gpu, peak in PEAK.items() if gpu in name), None)
     mfu = f"{speed * per_token(cfg) / peak / ranks.n:.1%}" if peak and per_token(cfg) else "n/a"
@@ -479,7 +478,7 @@ def train(cfg):
 
 def loop(cfg, model, optimizer, windows, val, dataset, log, ranks, stop, start, waiting, out):
     """Steps start + 1 to cfg.max_steps. `record` is the log entry of a step whose evaluation is not done yet."""
-    wrapped, step, record, speed, began = ranks.wrap(model), start, waiting, Speed(), time.perf_counter()
+    wrapped, step, record, seconds, began = ranks.wrap(model), start, waiting, deque(maxlen=20), time.perf_counter()
 
     def keep():
         if ranks.first:
@@ -497,9 +496,12 @@ def loop(cfg, model, optimizer, windows, val, dataset, log, ranks, stop, start, 
             if step % cfg.eval_every == 0 or step == cfg.max_steps:
                 validating = f"step {step}/{cfg.max_steps}  validating"
                 record["val_loss"] = evaluate(model, val, cfg, ranks, stop, lambda done: log.say(f"{validating} {done:.0%}", passing=True))
-            left = (time.perf_counter() - began) / max(1, step - start) * (cfg.max_steps - step)
+            if step == start + 1:
+                first = time.perf_counter()  # compilation is over
+            seconds.append(record["seconds"])
+            each = (time.perf_counter() - first) / (step - start - 1) if step > start + 1 else record["seconds"]
             shown = step % cfg.log_every == 0 or "val_loss" in record or step == 1
-            log.say(progress_line(record, cfg, ranks, speed(record), left), passing=not shown)
+            log.say(progress_line(record, cfg, ranks, seconds, each * (cfg.max_steps - step)), passing=not shown)
             log.write(record)
             last, record = record, None
             if step % cfg.save_every == 0 or step == cfg.max_steps:
@@ -522,6 +524,7 @@ def show_sample(log, model, dataset, n):
     with torch.compiler.set_stance("force_eager"):  # each length of the text would be compiled anew
         ids = model.generate([], n, temperature=0.8, top_k=50, vocab_size=dataset.vocab_size, eot=dataset.eot)
     text = tokenizer.decode([i for i in ids if i != dataset.eot])
+    text = "".join(c if c.isprintable() or c == "\n" else "·" for c in text)  # a terminal obeys control characters
     log.say("A sample of what it has learnt to write:\n" + "\n".join("    " + line for line in text.splitlines()))
 
 

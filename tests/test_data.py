@@ -9,6 +9,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -235,6 +236,15 @@ def nowhere(tmp_path, monkeypatch):
     data.load_tokenizer.cache_clear()
 
 
+def test_a_server_that_does_not_answer_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(data.urllib.request, "getproxies", dict)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert data.reachable(f"https://127.0.0.1:{port}")
+    assert not data.reachable(f"https://127.0.0.1:{port}")
+    assert not data.reachable("https://no.such.host.invalid")
+
+
 def test_a_missing_neox_is_one_line_with_what_was_searched_and_the_command(nowhere):
     with pytest.raises(Mistake) as mistake:
         data.load_tokenizer("neox")
@@ -242,6 +252,19 @@ def test_a_missing_neox_is_one_line_with_what_was_searched_and_the_command(nowhe
     assert str(nowhere) in str(mistake.value) and data.INSTALL_EVAL in str(mistake.value)
     with pytest.raises(Mistake, match=data.INSTALL_EVAL):
         data.open_dataset("english") if not (nowhere / "english-neox").exists() else None
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("huggingface_hub"), reason="pip install huggingface_hub")
+def test_the_client_of_the_hub_is_asked_for_its_own_files_only_without_a_connection(nowhere, monkeypatch, tmp_path):
+    monkeypatch.delitem(sys.modules, "huggingface_hub")
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(Mistake, match=r"the hub \(LocalEntryNotFoundError\)"):
+        data.find_neox()
+    if importlib.util.find_spec("pyarrow"):
+        with pytest.raises(Mistake, match=r"000_00000.parquet cannot be fetched \(no connection\); .* with its files at hand"):
+            data.fineweb_edu(out=str(tmp_path / "out"))
 
 
 @needs_package
