@@ -435,28 +435,6 @@ def normed_product(x, W, eps):
         return NormedProduct.apply(x, W, eps)
 
 
-class NormedProduct(torch.autograd.Function):
-    """y = r x W with r = 1 / RMS(x). Given g = dy, its gradients in one pass over x:
-
-        dx = r g W^T - (g . y) r^2 / d x,   dW = (r x)^T g
-    """
-
-    @staticmethod
-    def forward(ctx, x, W, eps):
-        r = rstd(x, eps).unsqueeze(-1)
-        y = (wide(x) @ wide(W)) * r
-        ctx.save_for_backward(x, W, r, y)
-        return y
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, g):
-        x, W, r, y = ctx.saved_tensors
-        rg = g * r
-        dx = (rg @ wide(W).mT).addcmul_(x, (g * y).sum(-1, keepdim=True) * r.square() / -x.shape[-1])
-        return dx.to(x.dtype), (wide(x).flatten(0, -2).mT @ rg.flatten(0, -2)).to(W.dtype), None
-
-
 def read_and_mix(H, alpha, A):
     """H alpha and H A in one product: (B, T, d) and (B, T, m, d)."""
     with no_autocast(H):  # rounded to bf16, what mHC's A sends on sums to 1.001
@@ -545,32 +523,6 @@ def sinkhorn(logits, iterations, eps=EPS):
     that the authors use, eps is added after the softmax and in every division.
     """
     return Sinkhorn.apply(logits.softmax(0) + eps, iterations, eps)
-
-
-class Sinkhorn(torch.autograd.Function):
-    """A <- A / s, where s is eps more than the sums of A along its sources and its destinations in turn. The gradient is
-    that of the steps that were taken, dA <- (dA - sum(dA' A')) / s: the usual short cut, that of a converged matrix, is
-    wrong here, as these matrices do not converge.
-    """
-
-    @staticmethod
-    def forward(ctx, A, iterations, eps):
-        steps = []
-        for i in range(1, 2 * iterations):
-            s = A.sum(i % 2, keepdim=True).add_(eps)
-            A = A / s
-            steps += [A, s]
-        ctx.save_for_backward(*steps)
-        return A
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, g):
-        steps = ctx.saved_tensors
-        for i in reversed(range(1, len(steps) // 2 + 1)):
-            A, s = steps[2 * i - 2 : 2 * i]
-            g = (g - (g * A).sum(i % 2, keepdim=True)).div_(s)
-        return g, None, None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -718,38 +670,6 @@ def depth_mix(v, q):
         return DepthMixFunction.apply(q, torch.stack(r, -1), *x).to(x[0].dtype)
 
 
-class DepthMixFunction(torch.autograd.Function):
-    """depth_mix a source at a time, so that nothing is stacked. What autograd would write for a source in four pieces,
-    for later readers to add to, is one here. With the gradient g of the mixture:
-
-        dp_i = g . v_i,   ds = p (dp - p . dp),   dv_i = p_i g + ds_i r_i q,   dq = sum_i ds_i r_i v_i
-    """
-
-    @staticmethod
-    def forward(ctx, *inputs):  # under no_grad, torch.compile miscounts the arguments of forward(ctx, q, r, *v) if there are two v
-        q, r, *v = inputs
-        scores = torch.stack([wide(x) @ q for x in v], -1)  # (B, T, n)
-        p = (scores * r).softmax(-1)
-        h = p[..., :1] * v[0]
-        for i in range(1, len(v)):
-            h.addcmul_(v[i], p[..., i : i + 1])
-        ctx.save_for_backward(q, r, scores, p, *v)
-        return h
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, g):
-        q, r, scores, p, *v = ctx.saved_tensors
-        dp = torch.stack([(g * x).sum(-1) for x in v], -1)
-        ds = p * (dp - (p * dp).sum(-1, keepdim=True))
-        dk, dq = ds * r, torch.zeros_like(q)
-        dv = []
-        for i, x in enumerate(v):
-            dq += dk[..., i].flatten() @ wide(x).flatten(0, 1)
-            dv.append((dk[..., i : i + 1] * q).addcmul_(g, p[..., i : i + 1]).to(x.dtype))
-        return dq, ds * scores, *dv
-
-
 class Stream(Reader):
     """Of a state with several parts, the stream."""
 
@@ -823,47 +743,6 @@ def depth_attention_by_scores(q, k, v, keys, values):
     scores = torch.cat([(q @ k.mT).masked_fill(future, -torch.inf), torch.einsum("bhtd,bhtnd->bhtn", q, keys)], -1)
     p = (wide(scores) * scale).softmax(-1).to(v.dtype)
     return p[..., :T] @ v + torch.einsum("bhtn,bhtnd->bhtd", p[..., T:], values)
-
-
-class DepthAttentionFunction(torch.autograd.Function):
-    """depth_attention without its T x T scores: the fused causal attention, merged with the depth part by their
-    log-sum-exps. The fused backward rebuilds its weights as exp(score - lse); given the lse and the output of both parts
-    together, it returns the exact gradients of its share.
-    """
-
-    @staticmethod
-    def forward(ctx, *inputs):
-        q, k, v, *C = inputs
-        keys, values = C[: len(C) // 2], C[len(C) // 2 :]
-        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))  # the operator takes that for granted
-        o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
-        Q = q.unflatten(1, (keys[0].shape[1], -1))  # (B, G, H / G, T, D)
-        s = torch.stack([(Q * x.unsqueeze(2)).sum(-1).flatten(1, 2) for x in keys], -1) * q.shape[-1] ** -0.5  # (B, H, T, n)
-        total = torch.logaddexp(lse, s.logsumexp(-1))
-        p = (s - total.unsqueeze(-1)).exp()
-        o = o * (lse - total).exp().unsqueeze(-1)
-        for x, w in zip(values, p.unflatten(1, Q.shape[1:3]).unbind(-1)):
-            o.unflatten(1, Q.shape[1:3]).addcmul_(x.unsqueeze(2), w.unsqueeze(-1))
-        o = o.to(q.dtype)
-        ctx.save_for_backward(q, k, v, o, total, p, *C)
-        return o
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, g):
-        q, k, v, o, total, p, *C = ctx.saved_tensors
-        keys, values = C[: len(C) // 2], C[len(C) // 2 :]
-        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(g, q, k, v, o, total, 0.0, True)
-        shape = keys[0].shape[1], -1
-        Q, dQ, dO = (x.unflatten(1, shape) for x in (q, dq, g))
-        P, delta = p.unflatten(1, shape).unsqueeze(-2), (dO * o.unflatten(1, shape)).sum(-1, keepdim=True)
-        dkeys, dvalues = [], []
-        for i, (x, y) in enumerate(zip(keys, values)):
-            ds = P[..., i] * ((dO * y.unsqueeze(2)).sum(-1, keepdim=True) - delta) * q.shape[-1] ** -0.5
-            dQ.addcmul_(ds.to(q.dtype), x.unsqueeze(2))
-            dkeys.append((ds * Q).sum(2).to(x.dtype))
-            dvalues.append((P[..., i] * dO).sum(2).to(y.dtype))
-        return dq, dk, dv, *dkeys, *dvalues
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -958,6 +837,131 @@ class DenseFormer(PreLN):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Gradients by hand, where autograd would make more passes over memory or keep more of it
+
+
+class NormedProduct(torch.autograd.Function):
+    """y = r x W with r = 1 / RMS(x). Given g = dy, its gradients in one pass over x:
+
+        dx = r g W^T - (g . y) r^2 / d x,   dW = (r x)^T g
+    """
+
+    @staticmethod
+    def forward(ctx, x, W, eps):
+        r = rstd(x, eps).unsqueeze(-1)
+        y = (wide(x) @ wide(W)) * r
+        ctx.save_for_backward(x, W, r, y)
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, g):
+        x, W, r, y = ctx.saved_tensors
+        rg = g * r
+        dx = (rg @ wide(W).mT).addcmul_(x, (g * y).sum(-1, keepdim=True) * r.square() / -x.shape[-1])
+        return dx.to(x.dtype), (wide(x).flatten(0, -2).mT @ rg.flatten(0, -2)).to(W.dtype), None
+
+
+class Sinkhorn(torch.autograd.Function):
+    """A <- A / s, where s is eps more than the sums of A along its sources and its destinations in turn. The gradient is
+    that of the steps that were taken, dA <- (dA - sum(dA' A')) / s: the usual short cut, that of a converged matrix, is
+    wrong here, as these matrices do not converge.
+    """
+
+    @staticmethod
+    def forward(ctx, A, iterations, eps):
+        steps = []
+        for i in range(1, 2 * iterations):
+            s = A.sum(i % 2, keepdim=True).add_(eps)
+            A = A / s
+            steps += [A, s]
+        ctx.save_for_backward(*steps)
+        return A
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, g):
+        steps = ctx.saved_tensors
+        for i in reversed(range(1, len(steps) // 2 + 1)):
+            A, s = steps[2 * i - 2 : 2 * i]
+            g = (g - (g * A).sum(i % 2, keepdim=True)).div_(s)
+        return g, None, None
+
+
+class DepthMixFunction(torch.autograd.Function):
+    """depth_mix a source at a time, so that nothing is stacked. What autograd would write for a source in four pieces,
+    for later readers to add to, is one here. With the gradient g of the mixture:
+
+        dp_i = g . v_i,   ds = p (dp - p . dp),   dv_i = p_i g + ds_i r_i q,   dq = sum_i ds_i r_i v_i
+    """
+
+    @staticmethod
+    def forward(ctx, *inputs):  # under no_grad, torch.compile miscounts the arguments of forward(ctx, q, r, *v) if there are two v
+        q, r, *v = inputs
+        scores = torch.stack([wide(x) @ q for x in v], -1)  # (B, T, n)
+        p = (scores * r).softmax(-1)
+        h = p[..., :1] * v[0]
+        for i in range(1, len(v)):
+            h.addcmul_(v[i], p[..., i : i + 1])
+        ctx.save_for_backward(q, r, scores, p, *v)
+        return h
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, g):
+        q, r, scores, p, *v = ctx.saved_tensors
+        dp = torch.stack([(g * x).sum(-1) for x in v], -1)
+        ds = p * (dp - (p * dp).sum(-1, keepdim=True))
+        dk, dq = ds * r, torch.zeros_like(q)
+        dv = []
+        for i, x in enumerate(v):
+            dq += dk[..., i].flatten() @ wide(x).flatten(0, 1)
+            dv.append((dk[..., i : i + 1] * q).addcmul_(g, p[..., i : i + 1]).to(x.dtype))
+        return dq, ds * scores, *dv
+
+
+class DepthAttentionFunction(torch.autograd.Function):
+    """depth_attention without its T x T scores: the fused causal attention, merged with the depth part by their
+    log-sum-exps. The fused backward rebuilds its weights as exp(score - lse); given the lse and the output of both parts
+    together, it returns the exact gradients of its share.
+    """
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        q, k, v, *C = inputs
+        keys, values = C[: len(C) // 2], C[len(C) // 2 :]
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))  # the operator takes that for granted
+        o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
+        Q = q.unflatten(1, (keys[0].shape[1], -1))  # (B, G, H / G, T, D)
+        s = torch.stack([(Q * x.unsqueeze(2)).sum(-1).flatten(1, 2) for x in keys], -1) * q.shape[-1] ** -0.5  # (B, H, T, n)
+        total = torch.logaddexp(lse, s.logsumexp(-1))
+        p = (s - total.unsqueeze(-1)).exp()
+        o = o * (lse - total).exp().unsqueeze(-1)
+        for x, w in zip(values, p.unflatten(1, Q.shape[1:3]).unbind(-1)):
+            o.unflatten(1, Q.shape[1:3]).addcmul_(x.unsqueeze(2), w.unsqueeze(-1))
+        o = o.to(q.dtype)
+        ctx.save_for_backward(q, k, v, o, total, p, *C)
+        return o
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, g):
+        q, k, v, o, total, p, *C = ctx.saved_tensors
+        keys, values = C[: len(C) // 2], C[len(C) // 2 :]
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(g, q, k, v, o, total, 0.0, True)
+        shape = keys[0].shape[1], -1
+        Q, dQ, dO = (x.unflatten(1, shape) for x in (q, dq, g))
+        P, delta = p.unflatten(1, shape).unsqueeze(-2), (dO * o.unflatten(1, shape)).sum(-1, keepdim=True)
+        dkeys, dvalues = [], []
+        for i, (x, y) in enumerate(zip(keys, values)):
+            ds = P[..., i] * ((dO * y.unsqueeze(2)).sum(-1, keepdim=True) - delta) * q.shape[-1] ** -0.5
+            dQ.addcmul_(ds.to(q.dtype), x.unsqueeze(2))
+            dkeys.append((ds * Q).sum(2).to(x.dtype))
+            dvalues.append((P[..., i] * dO).sum(2).to(y.dtype))
+        return dq, dk, dv, *dkeys, *dvalues
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 
 RULES = {
     "preln": PreLN,
@@ -1035,7 +1039,8 @@ def table(measure=True):
         extra, lr = parameters(ModelConfig(residual=key)) - preln, f"{rule.lr:g}" if rule.lr else "-"
         equation = " ".join(equation.split()).replace("|", "\\|")
         saved = f"{saved_bytes(key) / preln_saved:.2f}" if measure else "-"
-        rows.append(f"| `{key}` | {rule.title} | {equation} | {paper} | {extra:,} | {lr} | {'yes' if rule.starts_as_preln else 'no'} | {saved} |")
+        starts = "yes" if rule.starts_as_preln else "no"
+        rows.append(f"| `{key}` | {rule.title} | {equation} | {paper} | {extra:,} | {lr} | {starts} | {saved} |")
     return "\n".join(rows)
 
 
@@ -1067,4 +1072,4 @@ def saved_bytes(residual, L=16, d=256, T=256, n_head=4):
 
 if __name__ == "__main__":
     print(table())
-    print("\nlr: the best peak learning rate of the paper (Table 4). saved: bytes kept for the backward pass over Pre-LN's, at L = 16, d = T = 256.")
+    print("\nlr: the best peak learning rate of the paper (Table 4). saved: what autograd keeps over what it keeps for Pre-LN.")

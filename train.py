@@ -35,7 +35,7 @@ import residuals
 from configs import Mistake
 from model import Transformer
 
-FREE = {"name", "data", "device", "compile", "micro_batch_size", "eval_every", "save_every", "log_every", "sample"}  # may change at a resume
+FREE = "name data device compile micro_batch_size eval_every save_every log_every sample".split()  # may change when a run goes on
 PEAK = {"A100": flops.A100, "H100": 989e12, "H200": 989e12}  # dense bf16 FLOP/s
 
 
@@ -181,7 +181,7 @@ class Ranks:
         return x
 
     def wrap(self, model):
-        return DistributedDataParallel(model) if self.n > 1 else model
+        return DistributedDataParallel(model, broadcast_buffers=False) if self.n > 1 else model
 
 
 class Stop:
@@ -234,7 +234,7 @@ def keep_freed_memory(reserve=2**30):
         libc.mallopt(top_pad, reserve)  # grow the heap by so much at a time; what is not touched takes no memory
         libc.malloc.restype = ctypes.c_void_p
         libc.free(ctypes.c_void_p(libc.malloc(2**24)))
-        heap = next(line for line in open("/proc/self/maps") if "[heap]" in line)
+        heap = next(line for line in Path("/proc/self/maps").read_text().splitlines() if "[heap]" in line)
         start, end = (int(x, 16) for x in heap.split()[0].split("-"))
         libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), huge_page)
 
@@ -311,7 +311,7 @@ def resume(path, model, optimizer, cfg, dataset, device):
         raise Mistake(f"{path} is of another run ({', '.join(changed)}); give this one its own --name, or remove that folder")
     for file in state["data"].keys() | dataset.files.keys():
         if state["data"].get(file) != dataset.files.get(file):
-            raise Mistake(f"{path} was trained on other data: {file} in {cfg.data} has changed; give this run its own --name, or restore the file")
+            raise Mistake(f"{path} was trained on other data: {file} in {cfg.data} has changed; restore it, or take another --name")
     try:
         model.load_state_dict(state["model"])
     except RuntimeError as error:
@@ -331,8 +331,9 @@ class Log:
         self.first, self.live, self.path = first, sys.stdout.isatty(), out / "log.jsonl"
         if first:
             kept = [json.dumps(r) + "\n" for r in read_log(self.path) if r["step"] <= start]
-            self.path.write_text("".join(kept))  # what came after the checkpoint will come again
-            self.file = open(self.path, "a")
+            neighbour = self.path.with_name("log.jsonl.new")
+            neighbour.write_text("".join(kept))  # what came after the checkpoint will come again
+            neighbour.replace(self.path)
 
     def say(self, text, passing=False):
         """Print a line; a passing one is for the terminal alone, and the next line overwrites it."""
@@ -341,7 +342,8 @@ class Log:
 
     def write(self, record):
         if self.first:
-            print(json.dumps(record), file=self.file, flush=True)
+            with open(self.path, "a") as file:
+                print(json.dumps(record), file=file)
 
 
 def read_log(path):
@@ -358,12 +360,13 @@ def introduce(log, cfg, model, optimizer, dataset, ranks, out):
     given = [f"{key}={value:.6g}" if isinstance(value, float) else f"{key}={value}" for key, value in asdict(cfg).items() if key != "name"]
     size = {part: f"{n:,}" for part, n in count(model).items()}
     log.say(f"{cfg.name}: {' '.join(given)}")
-    log.say(f"parameters {size['total']} (backbone {size['backbone']}, of these the rule's {size['rule']})  data {dataset.name}, {dataset.tokenizer}")
+    log.say(f"parameters {size['total']} (backbone {size['backbone']}, of these the rule's {size['rule']})")
     tokens = cfg.max_steps * cfg.batch_size * cfg.seq_len
     planned = f"{tokens * per_token(cfg):.3g} FLOPs" if per_token(cfg) else "FLOPs n/a"
     where = f"{ranks.n} x {ranks.device.type}" if ranks.n > 1 else ranks.device.type
     megabytes = checkpoint_bytes(model, optimizer) / 1e6
-    log.say(f"{tokens:,} tokens and {planned} planned, on {where}; a checkpoint takes {megabytes:,.0f} MB in {out}")
+    log.say(f"{tokens:,} tokens of {dataset.name} ({dataset.tokenizer}) and {planned} planned, on {where}")
+    log.say(f"a checkpoint takes {megabytes:,.0f} MB in {out}")
 
 
 def count(model):
@@ -390,10 +393,8 @@ def progress_line(record, cfg, ranks, seconds, left):
     peak = next((peak for gpu, peak in PEAK.items() if gpu in name), None)
     mfu = f"{speed * per_token(cfg) / peak / ranks.n:.1%}" if peak and per_token(cfg) else "n/a"
     val = f"  val_loss {record['val_loss']:.4f}" if "val_loss" in record else ""
-    return (
-        f"step {record['step']}/{cfg.max_steps}  loss {record['loss']:.4f}{val}  lr {record['lr']:.2e}  grad_norm {record['grad_norm']:.2f}  "
-        f"{speed:,.0f} tokens/s  MFU {mfu}  {duration(left)} left"
-    )
+    loss = f"loss {record['loss']:.4f}{val}  lr {record['lr']:.2e}  grad_norm {record['grad_norm']:.2f}"
+    return f"step {record['step']}/{cfg.max_steps}  {loss}  {speed:,.0f} tokens/s  MFU {mfu}  {duration(left)} left"
 
 
 def duration(seconds):
@@ -469,51 +470,47 @@ def train(cfg):
     if cfg.compile and (problem := compile_parts(model)):
         log.say(problem)
 
-    with Stop(ranks) as stop:
-        loss = loop(cfg, model, optimizer, windows, val, dataset, log, ranks, stop, start, waiting, out)
-    if ranks.first and cfg.sample:
-        show_sample(log, model, dataset, cfg.sample)
-    return loss
-
-
-def loop(cfg, model, optimizer, windows, val, dataset, log, ranks, stop, start, waiting, out):
-    """Steps start + 1 to cfg.max_steps. `record` is the log entry of a step whose evaluation is not done yet."""
-    wrapped, step, record, seconds, began = ranks.wrap(model), start, waiting, deque(maxlen=20), time.perf_counter()
+    def show_share(done):
+        log.say(f"validating {done:.0%}", passing=True)
 
     def keep():
         if ranks.first:
             save(out / "checkpoint.pt", model, optimizer, step, cfg, dataset, record)
             draw(out, cfg)
 
-    try:
-        while step < cfg.max_steps or record:
-            if record is None:
-                stop.check_together()
-                t = time.perf_counter()
-                record = train_step(wrapped, optimizer, windows, step + 1, cfg, ranks, stop)
-                step += 1
-                record["seconds"] = time.perf_counter() - t
-            if step % cfg.eval_every == 0 or step == cfg.max_steps:
-                validating = f"step {step}/{cfg.max_steps}  validating"
-                record["val_loss"] = evaluate(model, val, cfg, ranks, stop, lambda done: log.say(f"{validating} {done:.0%}", passing=True))
-            if step == start + 1:
-                first = time.perf_counter()  # compilation is over
-            seconds.append(record["seconds"])
-            each = (time.perf_counter() - first) / (step - start - 1) if step > start + 1 else record["seconds"]
-            shown = step % cfg.log_every == 0 or "val_loss" in record or step == 1
-            log.say(progress_line(record, cfg, ranks, seconds, each * (cfg.max_steps - step)), passing=not shown)
-            log.write(record)
-            last, record = record, None
-            if step % cfg.save_every == 0 or step == cfg.max_steps:
+    wrapped, step, record = ranks.wrap(model), start, waiting  # record: of a step whose evaluation is not done yet
+    seconds, began = deque(maxlen=20), time.perf_counter()
+    with Stop(ranks) as stop:
+        try:
+            while step < cfg.max_steps or record:
+                if record is None:
+                    stop.check_together()
+                    t = time.perf_counter()
+                    record = train_step(wrapped, optimizer, windows, step + 1, cfg, ranks, stop)
+                    step += 1
+                    record["seconds"] = time.perf_counter() - t
+                    if step == start + 1:
+                        began = time.perf_counter()  # whatever was compiled is compiled
+                if step % cfg.eval_every == 0 or step == cfg.max_steps:
+                    record["val_loss"] = evaluate(model, val, cfg, ranks, stop, lambda done: show_share)
+                seconds.append(record["seconds"])
+                each = (time.perf_counter() - began) / (step - start - 1) if step > start + 1 else record["seconds"]
+                shown = step % cfg.log_every == 0 or "val_loss" in record or step == 1
+                log.say(progress_line(record, cfg, ranks, seconds, each * (cfg.max_steps - step)), passing=not shown)
+                log.write(record)
+                loss, record = record.get("val_loss"), None
+                if step % cfg.save_every == 0 or step == cfg.max_steps:
+                    keep()
+        except Interrupted:
+            optimizer.zero_grad(set_to_none=True)
+            if step > start or waiting:
                 keep()
-    except Interrupted:
-        optimizer.zero_grad(set_to_none=True)
-        if step > start or waiting:
-            keep()
-        log.say(f"interrupted; {out} holds step {step}, and the same command goes on from there")
-        raise
-    log.say(f"val_loss {last['val_loss']:.4f} after {duration(time.perf_counter() - began)} for {step - start} steps; the curve is {out}/loss.png")
-    return last["val_loss"]
+            log.say(f"interrupted; {out} holds step {step}, and the same command goes on from there")
+            raise
+    log.say(f"val_loss {loss:.4f}; the curve is {out}/loss.png")
+    if ranks.first and cfg.sample:
+        show_sample(log, model, dataset, cfg.sample)
+    return loss
 
 
 def show_sample(log, model, dataset, n):
@@ -543,12 +540,20 @@ def main(argv):
     for cfg in runs:
         residuals.rule_of(cfg.residual)
         cfg.check_ranks(int(os.environ.get("WORLD_SIZE", 1)))
-    results = {cfg.name: train(cfg) for cfg in runs}
-    if len(results) > 1:
-        print("\n" + "\n".join(f"{name:40} val_loss {loss:.4f}" for name, loss in results.items()))
-    elif runs[0].name == "toy":
+    results = {}
+    for cfg in runs:
+        try:
+            results[cfg.name] = f"val_loss {train(cfg):.4f}"
+        except NotFinite as problem:  # of a sweep, the other runs go on
+            results[cfg.name] = str(problem)
+    if len(runs) > 1:
+        print("\n" + "\n".join(f"{name:40} {result}" for name, result in results.items()))
+    elif cfg.name == "toy":
         print("\nNext:\n  python train.py configs/toy.py --residual=preln --name=toy-preln   # the same with plain residuals")
         print("  python residuals.py                                                # all rules, one line each")
+    failed = [result for result in results.values() if not result.startswith("val_loss")]
+    if failed:
+        sys.exit(failed[0])
 
 
 if __name__ == "__main__":
@@ -557,8 +562,6 @@ if __name__ == "__main__":
             main(sys.argv[1:])
         except Interrupted as interrupted:
             sys.exit(interrupted.status)
-        except NotFinite as problem:
-            sys.exit(str(problem))
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()

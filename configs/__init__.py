@@ -107,7 +107,7 @@ class TrainConfig(ModelConfig):
         for key, choices in self.CHOICES.items():
             value = getattr(self, key)
             require(value in choices, f"{key}={value} is not one of {', '.join(choices)}{suggest(value, choices)}")
-        for key in "max_steps", "batch_size", "micro_batch_size", "lr", "grad_clip", "eval_every", "eval_batches", "save_every", "log_every":
+        for key in "max_steps batch_size micro_batch_size lr grad_clip eval_every eval_batches save_every log_every".split():
             require(getattr(self, key) > 0, f"{key}={getattr(self, key)} must be above 0")
         for key in "warmup_frac", "min_lr_frac":
             require(0 <= getattr(self, key) <= 1, f"{key}={getattr(self, key)} must be between 0 and 1")
@@ -115,7 +115,7 @@ class TrainConfig(ModelConfig):
             require(0 <= getattr(self, key) < 1, f"{key}={getattr(self, key)} must be at least 0 and below 1")
         for key in "weight_decay", "sample", "seed":
             require(getattr(self, key) >= 0, f"{key}={getattr(self, key)} must not be negative")
-        require(re.fullmatch(r"[\w.=-]*", self.name), f"name={self.name!r} must be letters, digits and . _ = - only: it is a folder in out/")
+        require(re.fullmatch(r"[\w.=-]*", self.name), f"name={self.name!r} must be letters, digits and . _ = - only: it is a folder")
         self.check_ranks(1)
 
     def check_ranks(self, ranks):

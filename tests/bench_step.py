@@ -40,9 +40,11 @@ def ratios(steps, base, rounds):
         print(f"  {name:14} {statistics.median(times[1:]) * 1e3:8.1f} ms   x{median:5.2f}   ({low:.2f} to {high:.2f})")
 
 
-def whole_step(model, optimizer, loss):
+def whole_step(model, logits, batch, cfg):
+    optimizer = train.make_optimizer(model, cfg)
+
     def step():
-        loss().backward()
+        cross_entropy(logits(batch[:, :-1]).float().flatten(0, 1), batch[:, 1:].flatten()).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -63,15 +65,9 @@ def llama(shapes=((4, 128, 256, 8), (16, 256, 256, 4), (32, 96, 256, 4)), rounds
         assert sum(p.numel() for p in ours.parameters()) == sum(p.numel() for p in theirs.parameters())
         batch = torch.randint(257, (B, T + 1), generator=torch.Generator().manual_seed(0))
 
-        def loss_of(logits, batch=batch):
-            return cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
-
-        optimizers = [train.make_optimizer(model, cfg) for model in (ours, theirs)]
         print(f"L={L} d={d} T={T} B={B}")
-        ratios({
-            "transformers": whole_step(theirs, optimizers[1], lambda: loss_of(theirs(batch[:, :-1]).logits)),
-            "Pre-LN": whole_step(ours, optimizers[0], lambda: loss_of(ours(batch[:, :-1]))),
-        }, "transformers", rounds)
+        theirs_step = whole_step(theirs, lambda x, model=theirs: model(x).logits, batch, cfg)
+        ratios({"transformers": theirs_step, "Pre-LN": whole_step(ours, ours, batch, cfg)}, "transformers", rounds)
 
 
 def rules(L=16, d=256, T=256, B=4, rounds=9):

@@ -233,7 +233,8 @@ def test_two_ranks_train_as_one_does():
     launch = "from torch.distributed.run import main; main()"
     done = run("--nproc_per_node=2", str(HERE / "train.py"), config_file(), "--name=two", script=launch)
     assert done.returncode == 0, done.stderr
-    one, two = ([(r["loss"], r["grad_norm"], r.get("val_loss", 0)) for r in train.read_log(Path(f"out/{n}/log.jsonl"))] for n in ("one", "two"))
+    logs = [train.read_log(Path(f"out/{name}/log.jsonl")) for name in ("one", "two")]
+    one, two = ([(r["loss"], r["grad_norm"], r.get("val_loss", 0)) for r in log] for log in logs)
     torch.testing.assert_close(torch.tensor(one), torch.tensor(two), rtol=0, atol=2e-6)
     printed = re.findall(r"loss [\d.]+", done.stdout)
     assert len(printed) >= 4 and done.stdout.count("step 6/6") == 1  # one rank prints
@@ -436,6 +437,20 @@ def test_a_sweep_skips_what_is_complete_and_finishes_the_rest(capsys):
     train.main(["tiny.py", "--seed=0,1,2"])
     out = capsys.readouterr().out
     assert out.count("is complete") == 2 and "tiny-seed-2" in out
+
+
+def test_a_sweep_goes_on_after_a_run_that_diverges(monkeypatch, capsys):
+    step = train.train_step
+
+    def diverging(model, optimizer, windows, number, cfg, *args):
+        if cfg.seed == 0:
+            raise train.NotFinite("stopped at step 1")
+        return step(model, optimizer, windows, number, cfg, *args)
+
+    monkeypatch.setattr(train, "train_step", diverging)
+    with pytest.raises(SystemExit, match="stopped at step 1"):
+        train.main([config_file(max_steps=2), "--seed=0,1"])
+    assert re.search(r"tiny-seed-0 +stopped at step 1\ntiny-seed-1 +val_loss \d", capsys.readouterr().out)
 
 
 def test_the_command_line_overrides_the_file_and_what_follows_from_a_field_follows():
