@@ -501,3 +501,23 @@ def test_generation_takes_any_prompt_and_keeps_to_the_ids_of_the_data():
     model.head.weight.data[200:] *= 100
     drawn = model.generate([], 60, temperature=2.0, vocab_size=200)
     assert max(drawn) < 200 and len(set(drawn)) > 20
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The README
+
+
+def test_the_rule_that_the_readme_adds_trains_and_takes_its_option(monkeypatch):
+    code = re.search(r"```python\n(.*?)```", (HERE / "README.md").read_text(), re.DOTALL)[1]
+    monkeypatch.setattr(train.residuals, "RULES", dict(train.residuals.RULES))
+    exec(code, vars(train.residuals) | {"RULES": train.residuals.RULES})
+    loss = train.train(tiny(residual="highway:bias=1"))
+    assert loss < 5.5 and final()["model"]["blocks.0.attn_residual.b"].shape == (16,)
+    with pytest.raises(Mistake, match="highway:bias=x: expected a positive float, as in highway:bias=2.0"):
+        train.main([config_file(), "--residual=highway:bias=x"])
+
+
+def test_the_readme_s_table_of_rules_is_the_one_that_residuals_prints():
+    columns = [row.rsplit("|", 2)[0] for row in train.residuals.table(measure=False).splitlines()]  # all but what is measured
+    readme = [line.rsplit("|", 2)[0] for line in (HERE / "README.md").read_text().splitlines()]
+    assert all(row in readme for row in columns) and len(columns) == len(train.residuals.RULES) + 2
