@@ -136,13 +136,16 @@ def runs(argv):
     The name of a run carries the options that were given several values. Raises Mistake.
     """
     paths = [Path(word) for word in argv if not word.startswith("-")]
-    options = dict(parse(word) for word in argv if word.startswith("-"))
+    parsed = [parse(word) for word in argv if word.startswith("-")]
+    options = dict(parsed)
+    for key, values in parsed:
+        require(options[key] is values, f"--{key} is given twice; several values go into one, as in --{key}=A,B")
     if not paths:
-        raise Mistake("no config file given, as in configs/toy.py" + listing())
+        raise Mistake("no config file given, as in `python train.py configs/toy.py`; --list shows those there are")
     configs = [vary(load(path), options, choice) for path in paths for choice in itertools.product(*options.values())]
     names = [config.name for config in configs]
     for name in names:
-        require(names.count(name) == 1, f"two runs would write to out/{name}; give their files different names")
+        require(names.count(name) == 1, f"two runs would write to out/{name}: a value or a file name is given twice")
     return configs
 
 
@@ -157,7 +160,7 @@ def load(path):
     """The TrainConfig that a config file defines, named after the file if it has no name. Raises Mistake."""
     path = Path(path)
     if not path.is_file():
-        raise Mistake(f"no config file {path}{suggest(str(path), map(str, path.parent.glob('*.py')))}{listing()}")
+        raise Mistake(f"no config file {path}{suggest(str(path), map(str, path.parent.glob('*.py')))}; `python train.py --list` shows those there are")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     try:
@@ -172,7 +175,7 @@ def load(path):
 
 def parse(option):
     """'--key=value,value' -> (key, [value, ...]), the values in the type of the field."""
-    key, equals, text = option.removeprefix("--").partition("=")
+    key, equals, text = option.lstrip("-").partition("=")
     types = {field.name: field.type for field in fields(TrainConfig)}
     if key not in types:
         raise Mistake(f"unknown option --{key}{suggest('--' + key, ['--' + name for name in types])}")
@@ -218,13 +221,6 @@ def nearest(value, good):
 def suggest(wrong, right):
     close = difflib.get_close_matches(wrong, list(right), n=1)
     return f"; did you mean {close[0]}?" if close else ""
-
-
-def listing():
-    """The config files at hand, for whoever named none."""
-    files = sorted(str(path) for path in Path(__file__).parent.glob("*.py") if path.stem != "__init__")
-    names = [f"configs/{Path(file).name}" for file in files]
-    return f" (there {'are' if len(names) > 1 else 'is'} {', '.join(names[:8])}{', ...' if len(names) > 8 else ''})"
 
 
 def describe():

@@ -394,6 +394,10 @@ def test_data_that_are_missing_are_one_line_with_the_command_that_makes_them():
     (["--data=stdlb"], "stdlb"),
     (["--name=a/b"], "name='a/b' must be letters, digits and . _ = - only"),
     (["nothing.py"], "no config file nothing.py"),
+    (["--lr=1e-3,"], "--lr=: expected float"),
+    (["--lr=1e-3", "--lr=2e-3"], "--lr is given twice; several values go into one, as in --lr=A,B"),
+    (["--seed=0,0"], "two runs would write to out/tiny-seed-0: a value or a file name is given twice"),
+    (["-lr=1e-3"], "'-lr=1e-3' is not of the form --key=value; write --lr=0.002"),
 ])
 def test_a_mistake_is_answered_in_one_line(words, complaint, capsys):
     with pytest.raises(SystemExit) as exit, configs.one_line_mistakes():
