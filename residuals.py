@@ -417,9 +417,13 @@ class HC(Residual):
         return write(mixed, F(self.norm(x)), beta)
 
     def route(self, H):
+        return self.coefficients(normed_product(H, self.W, 1e-8) if self.dynamic else None)
+
+    def coefficients(self, product):
+        """alpha, A, beta of RMS(H) W, (B, T, m, 1 + m + 1)."""
         if not self.dynamic:
             return self.alpha, self.A, self.beta
-        a, A, b = normed_product(H, self.W, 1e-8).tanh().split((1, self.m, 1), -1)  # (B, T, m, 1 + m + 1)
+        a, A, b = product.tanh().split((1, self.m, 1), -1)
         alpha = self.alpha + self.s_in * a.squeeze(-1)  # (B, T, m)
         A = self.A + self.s_in * A  # (B, T, m, m)
         beta = self.beta + self.s_out * b.squeeze(-1)  # (B, T, m)
@@ -493,15 +497,15 @@ class MHC(HC):
             A.copy_(8.0 * torch.eye(self.m).flatten() - 8)
 
     def route(self, H):
-        alpha, A, beta = self.logits(H.flatten(-2))  # in float32 also in a run in bf16: A leaves its manifold otherwise
-        return alpha.sigmoid(), self.constrain(A), 2 * beta.sigmoid()
+        return self.coefficients(normed_product(H.flatten(-2), self.W, EPS) if self.dynamic else None)
 
-    def logits(self, x):
-        biases = self.bias.split(self.sizes)
-        if not self.dynamic:
-            return biases
-        x = normed_product(x, self.W, EPS)
-        return [s * part + bias for s, part, bias in zip(self.s, x.split(self.sizes, -1), biases)]
+    def coefficients(self, product):
+        """alpha, A, beta of RMS(x) W, (B, T, m + m m + m): in float32 also in a run in bf16, as A leaves its manifold otherwise."""
+        logits = self.bias.split(self.sizes)
+        if self.dynamic:
+            logits = [s * part + bias for s, part, bias in zip(self.s, product.split(self.sizes, -1), logits)]
+        alpha, A, beta = logits
+        return alpha.sigmoid(), self.constrain(A), 2 * beta.sigmoid()
 
     def constrain(self, logits):
         """(..., m m) -> A (..., m, m), from a source, its row, to a destination, its column. The matrix of the paper and of

@@ -31,11 +31,12 @@ from torch.nn.parallel import DistributedDataParallel
 import configs
 import data
 import flops
+import kernels
 import residuals
 from configs import Mistake
 from model import Transformer
 
-FREE = "name data device compile micro_batch_size eval_every save_every log_every sample".split()  # may change when a run goes on
+FREE = "name data device compile kernels micro_batch_size eval_every save_every log_every sample".split()  # may change when a run goes on
 PEAK = {"A100": flops.A100, "H100": 989e12, "H200": 989e12}  # dense bf16 FLOP/s
 
 
@@ -467,6 +468,8 @@ def train(cfg):
     introduce(log, cfg, model, optimizer, dataset, ranks, out)
     if start:
         log.say(f"going on after step {start}")
+    if problem := kernels.accelerate(model, cfg.kernels):
+        log.say(problem)
     if cfg.compile and (problem := compile_parts(model)):
         log.say(problem)
 

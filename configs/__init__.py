@@ -99,8 +99,9 @@ class TrainConfig(ModelConfig):
     device: str = "auto"  # cuda, cpu, or auto: cuda where there is one
     precision: str = "auto"  # fp32, amp (bf16 autocast, float32 weights), bf16 (weights and moments too), auto: amp on cuda
     compile: bool = False  # compile the branches and the functions of the connections
+    kernels: str = "reference"  # connections as residuals.py writes them, or triton: those of kernels.py; auto: on a GPU
 
-    CHOICES = {"device": ("auto", "cpu", "cuda"), "precision": ("auto", "fp32", "amp", "bf16")}
+    CHOICES = {"device": ("auto", "cpu", "cuda"), "precision": ("auto", "fp32", "amp", "bf16"), "kernels": ("reference", "triton", "auto")}
 
     def __post_init__(self):
         super().__post_init__()
@@ -160,7 +161,8 @@ def load(path):
     """The TrainConfig that a config file defines, named after the file if it has no name. Raises Mistake."""
     path = Path(path)
     if not path.is_file():
-        raise Mistake(f"no config file {path}{suggest(str(path), map(str, path.parent.glob('*.py')))}; `python train.py --list` shows those there are")
+        near = suggest(str(path), map(str, path.parent.glob("*.py")))
+        raise Mistake(f"no config file {path}{near}; `python train.py --list` shows those there are")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     try:

@@ -1,0 +1,1149 @@
+"""
+Triton kernels for the rules whose cost is memory traffic: depth mixing (Full and Block AttnRes) and hyper-connections.
+
+Each kernel is the twin of functions in residuals.py, which hold the definitions. `python kernels.py` checks them all and,
+on a GPU, measures them.
+
+Depth mixing. Branch m reads the mixture m of the sources 0 ... m, and what it makes is source m + 1:
+
+        x_0 --> mix 0 --> F_0 --> x_1 --> mix 1 --> F_1 --> x_2 --> mix 2 --> ...       autograd sees this chain
+                  |                         |                         |
+                 V[0]                      V[1]                      V[2]               the bank: all sources, side by side
+                  '------------- read by mix 1, 2, 3, ... ------------'
+
+Why a chain. To autograd a mixture has one input, the newest source; the older ones it finds in the bank. Had it all of them
+as inputs, autograd would add up n gradients for each source, and the additions alone would cost more than the mixing.
+
+Why pull. On the way back mix m leaves the gradient do_m of its mixture in the bank. When mix m comes to write the gradient
+of source m, all later mixtures have left theirs, so it is one sum over them, held in float32 registers and rounded once:
+
+        dv_i = sum over m >= i of  p_mi do_m + ds_mi r_i q_m,   less its radial part,   ds_mi = p_mi (do_m . v_i - do_m . o_m)
+
+Why groups. The queries are weights, so mixtures that come later can be prepared. G of them share one read of all sources
+that are older than the group (`group_mix`), G sources share one read of all do that are younger (`pair_dot`, `group_pull`);
+only what the group itself makes is read by row kernels (`row_mix`, `row_pull`). With M mixtures that is about M^2 / G reads.
+
+Why no autotuning. The number of sources is a loop bound, never a constant of the program, and neither is the number of
+tokens: each kernel is compiled once for a width d. 140 mixtures would otherwise be 140 programs, each to be tuned.
+
+Names. Arrays in upper case, d the width, T tokens (batch and sequence flattened). V (S, T, d) sources; Y (S, T, d) what the
+branches read, overwritten by do on the way back; LOGIT (T, n) the scores of older sources, OWN (S, T) those of the newest;
+R 1 / RMS of a source, LSE log-sum-exp of a mixture's scores, ORSTD 1 / RMS of the mixture, all (S, T) and float32.
+"""
+
+import json
+import math
+import os
+from pathlib import Path
+from types import MethodType
+
+import torch
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
+
+if __name__ == "__main__" and not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
+
+try:
+    import triton
+    import triton.language as tl
+    from triton.language import constexpr
+except ImportError:  # no Triton for this machine: `usable` says no, and residuals.py does without
+    triton = constexpr = None
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+PROGRAMS = 1024  # of a backward row kernel, each with a row of sums over its tokens
+
+
+def kernel(fn):
+    """triton.jit, run-time numbers (lower case) never specialised: not on being 1, not on being a multiple of 16."""
+    if triton is None:
+        return fn
+    names = fn.__code__.co_varnames[: fn.__code__.co_argcount]
+    return triton.jit(fn, do_not_specialize=[name for name in names if name.islower() and name not in fn.__annotations__])
+
+
+def usable(x):
+    """Whether the kernels can run on x (..., d): Triton is here, x is on a GPU or Triton's interpreter is on, d is a multiple of 8."""
+    where = x.is_cuda or (INTERPRETED and x.device.type == "cpu")
+    return triton is not None and where and x.dtype in (torch.float32, torch.bfloat16) and x.shape[-1] % 8 == 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Depth mixing: kernels
+
+
+@kernel
+def entry(e, m, b, M):
+    """Where LOGIT keeps the score of shared source e, made b e-th of all, for the later mixture m: rows of M - 1 - b e."""
+    return e * (M - 1) - b * (e * (e - 1) // 2) + m - e * b - 1
+
+
+@kernel
+def row_mix(X, V, Y, W, Q, R, OWN, LOGIT, LSE, ORSTD, START, START_LSE, T, m, row, n0, n1, b, M, width, eps, key_eps, add, started,
+            D: constexpr, BD: constexpr, NS: constexpr):  # fmt: skip
+    """V[m] = v = x (add: + V[m-1]),   Y[m] = RMSNorm(sum_i p_i v_i) * w,   i: those in START, shared sources n0 ... n1 - 1, and v.
+
+    One token for each program; an online softmax, so that a source is read once and the number of sources is free.
+    """
+    t = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, BD)
+    in_row = c < D
+    v = tl.load(X + t * D + c, in_row, 0.0).to(tl.float32)  # (d,) in BD lanes
+    v += tl.load(V + ((m - 1) * T + t) * D + c, in_row & (add != 0), 0.0).to(tl.float32)
+    v = v.to(V.dtype.element_ty)
+    tl.store(V + (m * T + t) * D + c, v, in_row)
+    v = v.to(tl.float32)
+    r = tl.rsqrt(tl.sum(v * v, 0) / D + key_eps)
+    own = tl.sum(v * tl.load(Q + m * D + c, in_row, 0.0).to(tl.float32), 0) * r
+    tl.store(R + m * T + t, r)
+    tl.store(OWN + m * T + t, own)
+
+    top = tl.maximum(own, tl.load(START_LSE + row * T + t, started != 0, float("-inf")))  # running maximum of the scores
+    a = tl.exp(tl.load(START_LSE + row * T + t, started != 0, float("-inf")) - top)
+    p = tl.exp(own - top)
+    total = a + p
+    o = a * tl.load(START + (row * T + t) * D + c, in_row & (started != 0), 0.0).to(tl.float32) + p * v
+    for e in tl.range(n0, n1, num_stages=NS):
+        u = tl.load(V + (e * b * T + t) * D + c, in_row, 0.0).to(tl.float32)
+        s = tl.load(LOGIT + t * width + entry(e, m, b, M))
+        higher = tl.maximum(top, s)
+        a = tl.exp(top - higher)
+        p = tl.exp(s - higher)
+        total = total * a + p
+        o = o * a + p * u
+        top = higher
+    o = o / total
+    rstd = tl.rsqrt(tl.sum(o * o, 0) / D + eps)
+    w = nonzero(tl.load(W + c, in_row, 0.0).to(tl.float32))
+    tl.store(Y + t * D + c, o * rstd * w, in_row)
+    tl.store(LSE + m * T + t, top + tl.log(total))
+    tl.store(ORSTD + m * T + t, rstd)
+
+
+@kernel
+def nonzero(w):
+    """The gain, kept off zero: the backward pass has y = x w and needs x."""
+    return tl.where(tl.abs(w) < 1e-20, 1e-20, w)
+
+
+@kernel
+def source_logits(V, Q, R, LOGIT, T, m, e, b, M, width,
+                  D: constexpr, BT: constexpr, BM: constexpr, BK: constexpr, NS: constexpr, DT: constexpr):  # fmt: skip
+    """LOGIT[t, e, j] = q_j . v r,   of source m, the e-th that is shared, for all later mixtures j: a matrix product (T, d) (d, M)."""
+    t = (tl.program_id(0) * BT + tl.arange(0, BT)).to(tl.int64)
+    j = m + 1 + tl.program_id(1) * BM + tl.arange(0, BM)
+    s = tl.zeros((BT, BM), tl.float32)
+    for k0 in tl.range(0, D, BK, num_stages=NS):
+        k = k0 + tl.arange(0, BK)
+        v = tl.load(V + (m * T + t[:, None]) * D + k[None, :], (t < T)[:, None] & (k < D)[None, :], 0.0)  # (BT, BK)
+        q = tl.load(Q + j[None, :] * D + k[:, None], (j < M)[None, :] & (k < D)[:, None], 0.0)  # (BK, BM)
+        s = tl.dot(v.to(DT), q.to(DT), s, input_precision="ieee")
+    s *= tl.load(R + m * T + t, t < T, 0.0)[:, None]
+    tl.store(LOGIT + t[:, None] * width + entry(e, j, b, M)[None, :], s, (t < T)[:, None] & (j < M)[None, :])
+
+
+@kernel
+def group_mix(V, LOGIT, O, O_LSE, T, n, m0, m1, b, M, width,
+              D: constexpr, BD: constexpr, G: constexpr, BN: constexpr, NS: constexpr, DT: constexpr):  # fmt: skip
+    """O[g] = sum_e p_e v_e over the shared sources 0 ... n - 1, for the mixtures m0 + g < m1;   O_LSE their log-sum-exp.
+
+    A flash attention over depth: for each token a (G, n) (n, d) product, the d columns over programs.
+    """
+    t = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * BD + tl.arange(0, BD)
+    g = tl.arange(0, G)
+    live = m0 + g < m1
+    o = tl.zeros((G, BD), tl.float32)
+    top = tl.full((G,), float("-inf"), tl.float32)
+    total = tl.zeros((G,), tl.float32)
+    for e0 in tl.range(0, n, BN, num_stages=NS):
+        e = e0 + tl.arange(0, BN)
+        v = tl.load(V + (e[:, None] * b * T + t) * D + c[None, :], (e < n)[:, None] & (c < D)[None, :], 0.0)  # (BN, BD)
+        s = tl.load(LOGIT + t * width + entry(e[None, :], m0 + g[:, None], b, M), (e < n)[None, :] & live[:, None], float("-inf"))
+        higher = tl.where(live, tl.maximum(top, tl.max(s, 1)), 0.0)
+        a = tl.exp(top - higher)
+        p = tl.exp(s - higher[:, None])  # (G, BN)
+        total = total * a + tl.sum(p, 1)
+        o = tl.dot(p.to(DT), v.to(DT), o * a[:, None], input_precision="ieee")
+        top = higher
+    total = tl.where(live, total, 1.0)
+    rows = g[:, None] * T + t
+    tl.store(O + rows * D + c[None, :], o / total[:, None], live[:, None] & (c < D)[None, :])
+    if tl.program_id(1) == 0:
+        tl.store(O_LSE + g * T + t, top + tl.log(total), live)
+
+
+@kernel
+def row_pull(V, Y, DY, W, Q, R, OWN, LOGIT, LSE, ORSTD, DELTA, START, DS, KK, DX, DW, DQ,
+             T, per, m, row, ds_row, j1, tiles, b, M, width, eps, started,
+             D: constexpr, BD: constexpr, NS: constexpr):  # fmt: skip
+    """do_m from dy (the norm's backward), over Y[m];   DX = dv_m, pulled from the mixtures m, m + 1 ... j1 - 1 and from START.
+
+    RMSNorm does not see the scale of o, so do_m . o_m, which softmax's backward needs, is not a sum but mean(y dy) d eps rstd^2.
+    A program adds the gradients of w and of q_m up over `per` tokens, in a row of its own that stays in cache: no atomics.
+    """
+    c = tl.arange(0, BD)
+    in_row = c < D
+    first = tl.program_id(0) * per
+    sums = tl.program_id(0) * D + c
+    for i in tl.range(0, tl.minimum(per, T - first), num_stages=1):
+        t = first.to(tl.int64) + i
+        y = tl.load(Y + (m * T + t) * D + c, in_row, 0.0).to(tl.float32)
+        dy = tl.load(DY + t * D + c, in_row, 0.0).to(tl.float32)
+        w = nonzero(tl.load(W + c, in_row, 1.0).to(tl.float32))
+        rstd = tl.load(ORSTD + m * T + t)
+        mean = tl.sum(y * dy, 0) / D
+        delta = mean * D * eps * rstd * rstd
+        g = (rstd * (w * dy - y / w * mean)).to(Y.dtype.element_ty)
+        tl.store(Y + (m * T + t) * D + c, g, in_row)
+        tl.store(DELTA + m * T + t, delta)
+        tl.store(DW + sums, tl.load(DW + sums, in_row & (i > 0), 0.0) + y / w * dy, in_row)
+        g = g.to(tl.float32)
+
+        v = tl.load(V + (m * T + t) * D + c, in_row, 0.0).to(tl.float32)
+        r = tl.load(R + m * T + t)
+        s = tl.load(OWN + m * T + t)
+        p = tl.exp(s - tl.load(LSE + m * T + t))
+        ds = p * (tl.sum(g * v, 0) - delta)
+        tl.store(DQ + sums, tl.load(DQ + sums, in_row & (i > 0), 0.0) + ds * r * v, in_row)
+        k = ds * s
+        dv = p * g + ds * r * tl.load(Q + m * D + c, in_row, 0.0).to(tl.float32)
+        dv += tl.load(START + (row * T + t) * D + c, in_row & (started != 0), 0.0).to(tl.float32)
+        for j in tl.range(m + 1, j1, num_stages=NS):
+            g = tl.load(Y + (j * T + t) * D + c, in_row, 0.0).to(tl.float32)
+            s = tl.load(LOGIT + t * width + entry(m, j, b, M))
+            p = tl.exp(s - tl.load(LSE + j * T + t))
+            ds = p * (tl.sum(g * v, 0) - tl.load(DELTA + j * T + t))
+            tl.store(DS + (ds_row * T + t) * M + j, ds * r)
+            k += ds * s
+            dv += p * g + ds * r * tl.load(Q + j * D + c, in_row, 0.0).to(tl.float32)
+        for tile in range(0, tiles):
+            k += tl.load(KK + (tile * 16 + row) * T + t)
+        tl.store(DX + t * D + c, dv - k * r * r / D * v, in_row)
+        tl.debug_barrier()  # the next token adds to DW and DQ, perhaps by other lanes
+
+
+@kernel
+def pair_dot(V, DO, R, LOGIT, LSE, DELTA, DS, KK, T, e0, e1, m0, m1, b, M, width, more,
+             D: constexpr, BK: constexpr, G: constexpr, BN: constexpr, NS: constexpr, DT: constexpr):  # fmt: skip
+    """DS[g, t, m] = ds r,   ds = p (do_m . v_e - delta_m),   of the shared sources e = e0 + g < e1 and the mixtures m0 ... m1 - 1.
+
+    KK[g] = sum_m ds s, which makes the radial part of dv_e; more: added to what is there.
+    """
+    t = tl.program_id(0).to(tl.int64)
+    g = tl.arange(0, G)
+    e = e0 + g
+    j = m0 + tl.program_id(1) * BN + tl.arange(0, BN)
+    dp = tl.zeros((G, BN), tl.float32)
+    for k0 in tl.range(0, D, BK, num_stages=NS):
+        k = k0 + tl.arange(0, BK)
+        v = tl.load(V + (e[:, None] * b * T + t) * D + k[None, :], (e < e1)[:, None] & (k < D)[None, :], 0.0)  # (G, BK)
+        x = tl.load(DO + (j[None, :] * T + t) * D + k[:, None], (j < m1)[None, :] & (k < D)[:, None], 0.0)  # (BK, BN)
+        dp = tl.dot(v.to(DT), x.to(DT), dp, input_precision="ieee")
+    both = (e < e1)[:, None] & (j < m1)[None, :]
+    s = tl.load(LOGIT + t * width + entry(e[:, None], j[None, :], b, M), both, 0.0)
+    lse = tl.load(LSE + j * T + t, j < m1, 0.0)
+    delta = tl.load(DELTA + j * T + t, j < m1, 0.0)
+    ds = tl.where(both, tl.exp(s - lse[None, :]) * (dp - delta[None, :]), 0.0)
+    r = tl.load(R + e * b * T + t, e < e1, 0.0)
+    tl.store(DS + (g[:, None] * T + t) * M + j[None, :], ds * r[:, None], both)
+    kk = (tl.program_id(1) * G + g) * T + t
+    tl.store(KK + kk, tl.load(KK + kk, (e < e1) & (more != 0), 0.0) + tl.sum(ds * s, 1), e < e1)
+
+
+@kernel
+def group_pull(DO, Q, LOGIT, LSE, DS, DV, T, e0, e1, m0, m1, b, M, width, more,
+               D: constexpr, BD: constexpr, G: constexpr, BN: constexpr, NS: constexpr, DT: constexpr):  # fmt: skip
+    """DV[g] = sum_m p_me do_m + (ds r)_me q_m   over the mixtures m0 ... m1 - 1, for the shared sources e0 + g;   more: added to DV."""
+    t = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * BD + tl.arange(0, BD)
+    g = tl.arange(0, G)
+    e = e0 + g
+    rows = g[:, None] * T + t
+    inside = (e < e1)[:, None] & (c < D)[None, :]
+    dv = tl.load(DV + rows * D + c[None, :], inside & (more != 0), 0.0).to(tl.float32)  # (G, BD)
+    for j0 in tl.range(m0, m1, BN, num_stages=NS):
+        j = j0 + tl.arange(0, BN)
+        both = (e < e1)[:, None] & (j < m1)[None, :]
+        x = tl.load(DO + (j[:, None] * T + t) * D + c[None, :], (j < m1)[:, None] & (c < D)[None, :], 0.0)  # (BN, BD)
+        q = tl.load(Q + j[:, None] * D + c[None, :], (j < m1)[:, None] & (c < D)[None, :], 0.0)
+        s = tl.load(LOGIT + t * width + entry(e[:, None], j[None, :], b, M), both, float("-inf"))
+        ds = tl.load(DS + rows * M + j[None, :], both, 0.0)
+        p = tl.exp(s - tl.load(LSE + j * T + t, j < m1, 0.0)[None, :])  # (G, BN)
+        dv = tl.dot(p.to(DT), x.to(DT), dv, input_precision="ieee")
+        dv = tl.dot(ds.to(DT), q.to(DT), dv, input_precision="ieee")
+    tl.store(DV + rows * D + c[None, :], dv, inside)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Depth mixing: the bank
+
+
+def next_power_of_2(n):
+    return 1 << (n - 1).bit_length()
+
+
+def row(D, warps=1):
+    """Constants of a row kernel: the whole row in registers, 32 numbers in each lane at most, fewer with more warps."""
+    BD = max(128, next_power_of_2(D))
+    return dict(D=D, BD=BD, NS=3, num_warps=warps * max(1, BD // 1024), maxnreg=168)
+
+
+def group_of(m, M, b, G):
+    """The mixtures m0 ... m1 - 1 of M that are prepared together with m, and how many shared sources they have in common."""
+    if b == 1:
+        m0 = m - m % G
+        return m0, min(m0 + G, M), m0
+    block = (m - 1) // b
+    first = block * b + 1
+    m0 = m - (m - first) % 16
+    return m0, min(m0 + 16, first + b, M), block + 1 if block > 0 else 0  # the first block shares one source, which row_mix reads
+
+
+class Bank:
+    """What Full and Block AttnRes keep in place of the list of sources: the sources side by side, in order.
+
+    One for each forward pass, from the embedding to the head: `bank.read(w, eps)` is LN of the next mixture, `bank.add(y)`
+    the state after a branch. It can be gone through backwards once, from the last mixture to the first.
+
+    x (B, T, d) embedding; Q (M, d) the queries of all M = 2L + 1 readers, that of the first zero; key_eps of the sources'
+    norm; b branches sum up to a source (1: Full). G mixtures share their reads; by default 8, above 32 layers 16.
+    """
+
+    def __init__(self, x, Q, key_eps, b=1, G=None):
+        M, D, shape = len(Q), x.shape[-1], x.shape
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        self.arena = Arena(M, x.numel() // D, D, x, key_eps, b, G or (8 if M <= 65 else 16))
+        self.n, self.x, self.Q, self.shape = 0, x.reshape(-1, D).contiguous(), Q, shape
+
+    def add(self, y):
+        """The state after a branch that gave y; in Block AttnRes the y of a block are summed up."""
+        after = object.__new__(Bank)
+        after.arena, after.n, after.Q, after.shape = self.arena, self.n + 1, None, self.shape
+        after.x = y.to(self.x.dtype).reshape(self.x.shape).contiguous()
+        return after
+
+    def read(self, w, eps):
+        """LN of the mixture that the next branch, or the head, reads: RMSNorm(sum_i p_i v_i) * w, (B, T, d)."""
+        return Mix.apply(self.x, w, self.Q, self.arena, self.n, eps).view(self.shape)
+
+    def __len__(self):
+        """Sources of the next mixture."""
+        return (self.n - 1) // self.arena.b + 2
+
+    def __getitem__(self, i):
+        """Source i with its 1 / RMS, as in the list that it stands for; without a gradient."""
+        if not -len(self) <= i < len(self):
+            raise IndexError(f"source {i} of {len(self)}")
+        a, m = self.arena, min(i % len(self) * self.arena.b, self.n)
+        if m < a.filled:
+            v = a.V[m]
+        else:
+            v = self.x.detach() + (a.V[m - 1] if a.sums(m) else 0)
+        return v.view(self.shape), (v.float().square().mean(-1) + a.key_eps).rsqrt().view(self.shape[:-1])
+
+
+class Arena:
+    """The memory of a Bank, and the schedule: which kernel runs when."""
+
+    def __init__(self, M, T, D, like, key_eps, b, G):
+        new, f32 = like.new_empty, torch.float32
+        self.M, self.T, self.D, self.key_eps, self.b, self.G = M, T, D, key_eps, b, G
+        self.shared = (M - 2) // b + 1 if M > 1 else 0  # sources that more than one mixture reads
+        self.width = sum(M - 1 - e * b for e in range(self.shared))
+        self.filled, self.group, self.next, self.keep = 0, None, None, torch.is_grad_enabled()
+        self.V = new(M, T, D)
+        self.Y = new(M, T, D) if self.keep else None
+        self.LOGIT = new(T, self.width, dtype=f32)
+        self.OWN, self.R, self.LSE, self.ORSTD = new(4, M, T, dtype=f32)
+        self.O = self.O_LSE = self.Q = None
+
+    def dims(self):
+        return self.b, self.M, self.width
+
+    def tile(self):
+        """Constants of a group kernel. The interpreter cannot multiply bf16 matrices."""
+        narrow = self.V.dtype == torch.bfloat16 and not INTERPRETED
+        return dict(D=self.D, G=16, NS=3, DT=tl.bfloat16 if narrow else tl.float32, num_warps=2, maxnreg=128)
+
+    def sums(self, m):
+        """Whether source m is the sum of source m - 1 and what the branch gave."""
+        return m > 0 and (m - 1) % self.b != 0
+
+    def forward(self, m, x, w, eps):
+        M, T, D = self.M, self.T, self.D
+        if m > self.filled:
+            raise RuntimeError(f"mixture {m} was read before mixture {self.filled}: a Bank is filled from the first branch to the head")
+        y = self.Y[m] if self.keep else torch.empty_like(x)
+        m0, m1, n = group_of(m, M, self.b, self.G)
+        if n and self.O is None:
+            self.O, self.O_LSE = self.V.new_empty(16, T, D), self.LSE.new_empty(16, T)
+        if n and self.group != m0:
+            grid = T, triton.cdiv(D, 128)
+            group_mix[grid](self.V, self.LOGIT, self.O, self.O_LSE, T, n, m0, m1, *self.dims(), **self.tile(), BD=128, BN=16)
+            self.group = m0
+        row_mix[(T,)](
+            x, self.V, y, w, self.Q, self.R, self.OWN, self.LOGIT, self.LSE, self.ORSTD,
+            self.O if n else self.V, self.O_LSE if n else self.LSE,
+            T, m, m - m0, n, (m - 1) // self.b + 1, *self.dims(), eps, self.key_eps, int(self.sums(m)), int(n > 0), **row(D)
+        )  # fmt: skip
+        e = m // self.b
+        if m % self.b == 0 and e < self.shared:
+            BM = 128 if M > 65 else 64
+            grid = triton.cdiv(T, 64), triton.cdiv(M - m - 1, BM)
+            constants = self.tile() | dict(BT=64, BM=BM, BK=32, num_warps=4)
+            del constants["G"]
+            source_logits[grid](self.V, self.Q, self.R, self.LOGIT, T, m, e, *self.dims(), **constants)
+        self.filled = max(self.filled, m + 1)
+        if m == M - 1:
+            self.O = self.O_LSE = self.group = None
+        return y
+
+    def backward(self, m, dy, w, eps):
+        """dx, dw of mixture m, and dQ if it is the first: to be called for the last mixture, then the one before, and so on."""
+        if self.next is None and m == self.filled - 1:
+            self.start_backward()
+        elif self.next != m:
+            raise RuntimeError("depth mixing goes back once from the last mixture to the first, and uses its memory up: run forward again")
+        T, D, b = self.T, self.D, self.b
+        m0, m1, _ = group_of(m, self.M, self.b, self.G)
+        later, e = self.filled, m // b
+        if b == 1:
+            start, at, j1, started = self.DV, m - m0, m1, m1 < later
+            if m == min(m1, later) - 1:
+                self.DS[:, :, m0:m1] = 0
+                if started:
+                    self.pull(m0, m1, m1, later, more=False)
+        else:
+            on_its_own = m % b != 0  # nobody but mixture m and the running sum have source m
+            start, at, j1 = (self.dx, 0, m + 1) if on_its_own and m + 1 < later else (self.DV[e - e % 16 :], e % 16, m + 1)
+            started = m + 1 < later
+        per = triton.cdiv(T, PROGRAMS)
+        programs = triton.cdiv(T, per)
+        DX, (DW, DQ) = torch.empty_like(dy), dy.new_empty(2, programs, D, dtype=torch.float32)
+        tiles = (triton.cdiv(later - m1, 32) if b == 1 else 0 if on_its_own else self.KK.shape[1]) if started else 0
+        row_pull[(programs,)](
+            self.V, self.Y, dy, w, self.Q, self.R, self.OWN, self.LOGIT, self.LSE, self.ORSTD, self.DELTA, start, self.DS,
+            self.KK[e // 16 if b > 1 else 0], DX, DW, DQ,
+            T, per, m, at, m - m0, min(j1, later), tiles, *self.dims(), eps, int(started), **row(D, 2)
+        )  # fmt: skip
+        self.dQ[m] += DQ.sum(0)
+        if b == 1 and m == m0:
+            self.query_gradient(m0, min(m1, later), m0, later)
+        if b > 1 and m > 0 and (m - 1) % b == 0:  # all of this block is known: on to the sources that its mixtures share
+            last = m + b >= later
+            for e0 in range(0, e + 1, 16):
+                self.pull(e0, min(e0 + 16, e + 1), m, min(m + b, later), more=not last)
+                self.query_gradient(e0, min(e0 + 16, e + 1), m, min(m + b, later))
+        self.next, self.dx = m - 1, DX if self.sums(m) else None
+        dQ = self.dQ if m == 0 else None
+        if m == 0:
+            self.__dict__.clear()
+            self.next = None
+            self.filled = -1
+        return DX, DW.sum(0).to(w.dtype), dQ
+
+    def start_backward(self):
+        """Memory that only the backward pass needs: of T d size, the partial sums of one group."""
+        rows = self.G if self.b == 1 else 16
+        chunks, f32 = 1 if self.b == 1 else triton.cdiv(self.shared, 16), torch.float32
+        new = self.V.new_empty
+        self.DV = new(16 * chunks, self.T, self.D)
+        self.DS = new(rows, self.T, self.M)
+        self.KK = self.V.new_zeros(chunks, triton.cdiv(self.M if self.b == 1 else self.b, 32), 16, self.T, dtype=f32)
+        self.DELTA = new(self.M, self.T, dtype=f32)
+        self.dQ = torch.zeros_like(self.Q, dtype=f32)
+
+    def pull(self, e0, e1, m0, m1, more):
+        """DV and DS of the shared sources e0 ... e1 - 1, of the mixtures m0 ... m1 - 1."""
+        T, D, at, more = self.T, self.D, e0 // 16 if self.b > 1 else 0, int(more)
+        tile, DV, KK = self.tile(), self.DV[16 * at :], self.KK[at]
+        pair_dot[(T, triton.cdiv(m1 - m0, 32))](self.V, self.Y, self.R, self.LOGIT, self.LSE, self.DELTA, self.DS, KK, T, e0, e1, m0, m1,
+                                                *self.dims(), more, **tile, BK=64, BN=32)  # fmt: skip
+        group_pull[(T, triton.cdiv(D, 128))](self.Y, self.Q, self.LOGIT, self.LSE, self.DS, DV, T, e0, e1, m0, m1,
+                                             *self.dims(), more, **tile, BD=128, BN=16)  # fmt: skip
+
+    def query_gradient(self, e0, e1, m0, m1):
+        """dQ_m += sum_e sum_t (ds r)_me v_e: matrix products (M, T) (T, d), one for each source."""
+        ds = self.DS[: e1 - e0, :, m0:m1].mT
+        v = self.V[e0 * self.b : (e1 - 1) * self.b + 1 : self.b]
+        self.dQ[m0:m1] += torch.bmm(ds, v).float().sum(0)
+
+
+class Mix(Function):
+    """x_m -> y_m: the newest source goes in, the normed mixture that branch m reads comes out."""
+
+    @staticmethod
+    def forward(ctx, x, w, Q, arena, m, eps):
+        if Q is not None:
+            arena.Q = Q.detach().to(x.dtype).contiguous()
+        ctx.arena, ctx.m, ctx.eps = arena, m, eps
+        ctx.save_for_backward(w)
+        return arena.forward(m, x, w, eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        (w,) = ctx.saved_tensors
+        dx, dw, dQ = ctx.arena.backward(ctx.m, dy.contiguous(), w, ctx.eps)
+        return dx, dw, dQ, None, None, None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Hyper-connections: Sinkhorn
+
+
+@kernel
+def totals(a, u: constexpr, v: constexpr):
+    """Sums of a 4 x 4 matrix, a tuple of 16 vectors: over a row's columns with (u, v) = (4, 1), over a column's rows with (1, 4)."""
+    r = ()
+    for i in tl.static_range(4):
+        r += (a[u * i] + a[u * i + v] + a[u * i + 2 * v] + a[u * i + 3 * v],)
+    return r
+
+
+@kernel
+def scaled(a, r, u: constexpr):
+    """a with row i times r[i] (u = 4), or column i (u = 1)."""
+    b = ()
+    for k in tl.static_range(16):
+        b += (a[k] * r[(k // u) % 4],)
+    return b
+
+
+@kernel
+def normed(a, eps, u: constexpr, v: constexpr):
+    """a with each row or column over its sum, and the four factors."""
+    sums = totals(a, u, v)
+    r = ()
+    for i in tl.static_range(4):
+        r += (1.0 / (sums[i] + eps),)
+    return scaled(a, r, u), r
+
+
+@kernel
+def normed_backward(g, a, r, u: constexpr, v: constexpr):
+    """The gradient before a norm, of g after it; a is what the norm gave, r its factors; and what it was given, a / r."""
+    ga = ()
+    for k in tl.static_range(16):
+        ga += (g[k] * a[k],)
+    dots = totals(ga, u, v)
+    before, one_over = (), ()
+    for i in tl.static_range(4):
+        one_over += (1.0 / r[i],)
+    for k in tl.static_range(16):
+        before += ((g[k] - dots[(k // u) % 4]) * r[(k // u) % 4],)
+    return before, scaled(a, one_over, u)
+
+
+@kernel
+def load_numbers(X, t, T, n: constexpr):
+    """n numbers of each token, one of them in each vector."""
+    a = ()
+    for k in tl.static_range(n):
+        a += (tl.load(X + t * n + k, t < T, 0.0),)
+    return a
+
+
+@kernel
+def softmax_over_sources(x):
+    """Each column, a destination, by exp(x) over its sum."""
+    e = ()
+    for k in tl.static_range(16):
+        e += (tl.exp(x[k] - tl.maximum(tl.maximum(x[k % 4], x[k % 4 + 4]), tl.maximum(x[k % 4 + 8], x[k % 4 + 12]))),)
+    return normed(e, 0.0, 1, 4)
+
+
+@kernel
+def sinkhorn_forward(X, A, T, eps, iterations, BT: constexpr):
+    """A (T, 16) doubly stochastic, of logits X [source, destination]. A token for each lane, 16 registers: no shuffles, no memory."""
+    t = tl.program_id(0) * BT + tl.arange(0, BT)
+    p, r = softmax_over_sources(load_numbers(X, t, T, 16))
+    a = ()
+    for k in tl.static_range(16):
+        a += (p[k] + eps,)
+    a, r = normed(a, eps, 4, 1)
+    for _ in range(iterations - 1):
+        a, r = normed(a, eps, 1, 4)
+        a, r = normed(a, eps, 4, 1)
+    for k in tl.static_range(16):
+        tl.store(A + t * 16 + k, a[k], t < T)
+
+
+@kernel
+def sinkhorn_backward(X, G, DX, U, T, eps, iterations, BT: constexpr):
+    """DX of G, the gradient of A: that of the iterations as they were, not of their limit, from which 20 are still far.
+
+    They run once more; the 8 factors of each go through U (iterations, 8, T), which makes them reversible.
+    """
+    t = tl.program_id(0) * BT + tl.arange(0, BT)
+    p, r = softmax_over_sources(load_numbers(X, t, T, 16))
+    a = ()
+    for k in tl.static_range(16):
+        a += (p[k] + eps,)
+    a, first = normed(a, eps, 4, 1)
+    for i in range(iterations - 1):
+        a, c = normed(a, eps, 1, 4)
+        a, r = normed(a, eps, 4, 1)
+        for k in tl.static_range(4):
+            tl.store(U + (8 * i + k) * T + t, c[k], t < T)
+            tl.store(U + (8 * i + 4 + k) * T + t, r[k], t < T)
+    g = load_numbers(G, t, T, 16)
+    for back in range(iterations - 1):
+        i = iterations - 2 - back
+        c, r = (), ()
+        for k in tl.static_range(4):
+            c += (tl.load(U + (8 * i + k) * T + t, t < T, 1.0),)
+            r += (tl.load(U + (8 * i + 4 + k) * T + t, t < T, 1.0),)
+        g, a = normed_backward(g, a, r, 4, 1)
+        g, a = normed_backward(g, a, c, 1, 4)
+    g, a = normed_backward(g, a, first, 4, 1)
+    one = ()
+    for _ in tl.static_range(4):
+        one += (tl.full((BT,), 1.0, tl.float32),)
+    g, a = normed_backward(g, p, one, 1, 4)
+    for k in tl.static_range(16):
+        tl.store(DX + t * 16 + k, p[k] * g[k], t < T)
+
+
+class Sinkhorn(Function):
+    """residuals.sinkhorn of logits (..., 16), [source, destination] flattened."""
+
+    @staticmethod
+    def forward(ctx, x, iterations, eps):
+        x = x.float().contiguous()
+        T, A = x.numel() // 16, torch.empty_like(x)
+        sinkhorn_forward[(ceil_div(T, 128),)](x, A, T, eps, iterations, BT=128, num_warps=4)
+        ctx.save_for_backward(x)
+        ctx.iterations, ctx.eps = iterations, eps
+        return A
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        T, DX = x.numel() // 16, torch.empty_like(x)
+        U = x.new_empty(ctx.iterations, 8, T)
+        sinkhorn_backward[(ceil_div(T, 128),)](x, g.float().contiguous(), DX, U, T, ctx.eps, ctx.iterations, BT=128, num_warps=4)
+        return DX, None, None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Hyper-connections: the write of one branch together with what the next one routes by, and its read with its norm
+
+
+@kernel
+def load_streams(H, t, c, T, D: constexpr):
+    """The columns c of four streams of the tokens t: four (BT, BD)."""
+    h = ()
+    for s in tl.static_range(4):
+        h += (tl.load(H + (t * 4 + s)[:, None] * D + c[None, :], (t < T)[:, None] & (c < D)[None, :], 0.0).to(tl.float32),)
+    return h
+
+
+@kernel
+def written(h, f, a, beta):
+    """The four streams sum_s a_sj h_s + beta_j f."""
+    n = ()
+    for j in tl.static_range(4):
+        nj = beta[j][:, None] * f
+        for s in tl.static_range(4):
+            nj += a[4 * s + j][:, None] * h[s]
+        n += (nj,)
+    return n
+
+
+@kernel
+def connect_forward(H, F, A, BETA, W, N, P, QS, T,
+                    D: constexpr, C: constexpr, J: constexpr, BT: constexpr, BD: constexpr, NS: constexpr, DT: constexpr):  # fmt: skip
+    """N_j = sum_s A_sj H_s + beta_j F, the streams after a branch;   P_j = N_j W_j and QS_j = |N_j|^2, from which the next one routes.
+
+    H, N (T, 4, d); W (4, d, C), the columns past the last logit zero; QS (T, 4) and P (T, J, C) float32, J = 1: summed over j.
+    """
+    t = (tl.program_id(0) * BT + tl.arange(0, BT)).to(tl.int64)
+    k = tl.arange(0, C)
+    a, beta = load_numbers(A, t, T, 16), load_numbers(BETA, t, T, 4)
+    p, q = (), ()
+    for _ in tl.static_range(4):
+        p += (tl.zeros((BT, C), tl.float32),)
+        q += (tl.zeros((BT,), tl.float32),)
+    for d0 in tl.range(0, D, BD, num_stages=NS):
+        c = d0 + tl.arange(0, BD)
+        inside = (t < T)[:, None] & (c < D)[None, :]
+        n = written(load_streams(H, t, c, T, D), tl.load(F + t[:, None] * D + c[None, :], inside, 0.0).to(tl.float32), a, beta)
+        p_next, q_next = (), ()
+        for j in tl.static_range(4):
+            nj = n[j].to(N.dtype.element_ty)
+            tl.store(N + (t * 4 + j)[:, None] * D + c[None, :], nj, inside)
+            w = tl.load(W + (j * D + c)[:, None] * C + k[None, :], (c < D)[:, None], 0.0)
+            p_next += (tl.dot(nj.to(DT), w.to(DT), p[j], input_precision="ieee"),)
+            q_next += (q[j] + tl.sum(nj.to(tl.float32) * nj.to(tl.float32), 1),)
+        p, q = p_next, q_next
+    if J == 1:
+        p = (p[0] + p[1] + p[2] + p[3],)
+    for j in tl.static_range(J):
+        tl.store(P + (t * J + j)[:, None] * C + k[None, :], p[j], (t < T)[:, None])
+    for j in tl.static_range(4):
+        tl.store(QS + t * 4 + j, q[j], t < T)
+
+
+@kernel
+def read_forward(H, ALPHA, W, X, RSTD, T, eps, D: constexpr, BD: constexpr, NS: constexpr):
+    """X = RMSNorm(sum_s alpha_s H_s) * w. One token for each program."""
+    t = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, BD)
+    x = tl.zeros((BD,), tl.float32)
+    for s in tl.static_range(4):
+        x += tl.load(ALPHA + t * 4 + s) * tl.load(H + (t * 4 + s) * D + c, c < D, 0.0).to(tl.float32)
+    rstd = tl.rsqrt(tl.sum(x * x, 0) / D + eps)
+    tl.store(X + t * D + c, x * rstd * tl.load(W + c, c < D, 0.0).to(tl.float32), c < D)
+    tl.store(RSTD + t, rstd)
+
+
+@kernel
+def read_backward(H, ALPHA, W, DX, RSTD, DALPHA, MEAN, DW, T, per, D: constexpr, BD: constexpr, NS: constexpr):
+    """DALPHA_s = H_s . dx,   dx = rstd (w dX - xh MEAN) that of the vector before the norm, xh = x rstd,   MEAN = mean(xh w dX).
+
+    dx itself is made again by connect_backward, where the gradient of H is added up. DW as in row_pull.
+    """
+    c = tl.arange(0, BD)
+    first = tl.program_id(0) * per
+    for i in tl.range(0, tl.minimum(per, T - first), num_stages=1):
+        t = first.to(tl.int64) + i
+        g = tl.load(DX + t * D + c, c < D, 0.0).to(tl.float32)
+        w = tl.load(W + c, c < D, 0.0).to(tl.float32)
+        rstd = tl.load(RSTD + t)
+        h = ()
+        x = tl.zeros((BD,), tl.float32)
+        for s in tl.static_range(4):
+            h += (tl.load(H + (t * 4 + s) * D + c, c < D, 0.0).to(tl.float32),)
+            x += tl.load(ALPHA + t * 4 + s) * h[s]
+        x *= rstd
+        mean = tl.sum(x * w * g, 0) / D
+        dx = rstd * (w * g - x * mean)
+        for s in tl.static_range(4):
+            tl.store(DALPHA + t * 4 + s, tl.sum(h[s] * dx, 0))
+        tl.store(MEAN + t, mean)
+        sums = DW + tl.program_id(0) * D + c
+        tl.store(sums, tl.load(sums, (c < D) & (i > 0), 0.0) + x * g, c < D)
+        tl.debug_barrier()
+
+
+@kernel
+def connect_backward(H, F, A, BETA, W, ALPHA, RSTD, MEAN, GAIN, DN, DX, DP, DQS, DH, DF, DA, DBETA, T, more,
+                     D: constexpr, C: constexpr, J: constexpr, BT: constexpr, BD: constexpr, NS: constexpr, DT: constexpr):  # fmt: skip
+    """G_j = DN_j + alpha_j dx + W_j DP_j + 2 DQS_j N_j, the gradient of stream N_j, of the next connection (more: there is one), of
+    the read, and of the routing;   DH_s = sum_j A_sj G_j,  DF = sum_j beta_j G_j,  DA_sj = H_s . G_j,  DBETA_j = F . G_j.
+
+    N is made again from H and F, and x from N: nothing but the streams themselves was kept.
+    """
+    t = (tl.program_id(0) * BT + tl.arange(0, BT)).to(tl.int64)
+    k = tl.arange(0, C)
+    a, beta = load_numbers(A, t, T, 16), load_numbers(BETA, t, T, 4)
+    alpha, dq = load_numbers(ALPHA, t, T, 4), load_numbers(DQS, t, T, 4)
+    rstd, mean = tl.load(RSTD + t, t < T, 0.0)[:, None], tl.load(MEAN + t, t < T, 0.0)[:, None]
+    da, dbeta = (), ()
+    for _ in tl.static_range(16):
+        da += (tl.zeros((BT,), tl.float32),)
+    for _ in tl.static_range(4):
+        dbeta += (tl.zeros((BT,), tl.float32),)
+    for d0 in tl.range(0, D, BD, num_stages=NS):
+        c = d0 + tl.arange(0, BD)
+        inside = (t < T)[:, None] & (c < D)[None, :]
+        h, f = load_streams(H, t, c, T, D), tl.load(F + t[:, None] * D + c[None, :], inside, 0.0).to(tl.float32)
+        n = written(h, f, a, beta)
+        x = alpha[0][:, None] * n[0] + alpha[1][:, None] * n[1] + alpha[2][:, None] * n[2] + alpha[3][:, None] * n[3]
+        dx = tl.load(GAIN + c, c < D, 0.0).to(tl.float32)[None, :] * tl.load(DX + t[:, None] * D + c[None, :], inside, 0.0).to(tl.float32)
+        dx = rstd * (dx - x * rstd * mean)
+        g = ()
+        for j in tl.static_range(4):
+            at = (t * 4 + j)[:, None]
+            gj = tl.load(DN + at * D + c[None, :], inside & (more != 0), 0.0).to(tl.float32)
+            gj += alpha[j][:, None] * dx + 2 * dq[j][:, None] * n[j]
+            dp = tl.load(DP + (t * J + j % J)[:, None] * C + k[None, :], (t < T)[:, None], 0.0)
+            w = tl.load(W + (j * D + c)[None, :] * C + k[:, None], (c < D)[None, :], 0.0)
+            g += (tl.dot(dp.to(DT), w.to(DT), gj, input_precision="ieee"),)
+        df = beta[0][:, None] * g[0] + beta[1][:, None] * g[1] + beta[2][:, None] * g[2] + beta[3][:, None] * g[3]
+        tl.store(DF + t[:, None] * D + c[None, :], df, inside)
+        da_next, dbeta_next = (), ()
+        for s in tl.static_range(4):
+            dh = a[4 * s][:, None] * g[0] + a[4 * s + 1][:, None] * g[1] + a[4 * s + 2][:, None] * g[2] + a[4 * s + 3][:, None] * g[3]
+            tl.store(DH + (t * 4 + s)[:, None] * D + c[None, :], dh, inside)
+            for j in tl.static_range(4):
+                da_next += (da[4 * s + j] + tl.sum(h[s] * g[j], 1),)
+            dbeta_next += (dbeta[s] + tl.sum(f * g[s], 1),)
+        da, dbeta = da_next, dbeta_next
+    for e in tl.static_range(16):
+        tl.store(DA + t * 16 + e, da[e], t < T)
+    for j in tl.static_range(4):
+        tl.store(DBETA + t * 4 + j, dbeta[j], t < T)
+
+
+class Connect(Function):
+    """H, f, A, beta -> the streams after the branch, their projections and squares, and a link that only keeps the order.
+
+    The gradient of the streams comes from the next Connect; what the read between them has to add waits in `stash`.
+    """
+
+    @staticmethod
+    def forward(ctx, H, f, A, beta, W, together, stash):
+        (T, m, _), C = H.shape, W.shape[-1]
+        A, beta, w = A.float().contiguous(), beta.float().contiguous(), W.to(H.dtype)
+        J, N = 1 if together else m, torch.empty_like(H)
+        P, QS = H.new_empty(T, J, C, dtype=torch.float32), H.new_empty(T, m, dtype=torch.float32)
+        connect_forward[(ceil_div(T, 16),)](H, f, A, beta, w, N, P, QS, T, **tiles(H), C=C, J=J)
+        ctx.save_for_backward(H, f, A, beta, w, N)
+        ctx.stash, ctx.J = stash, J
+        ctx.set_materialize_grads(False)
+        return N, P, QS, H.new_zeros(1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dN, dP, dQS, dlink):
+        H, f, A, beta, w, N = ctx.saved_tensors
+        (T, m, _), C, J, s = H.shape, w.shape[-1], ctx.J, ctx.stash
+        dP = N.new_zeros(T, J, C, dtype=torch.float32) if dP is None else dP.contiguous()
+        dQS = N.new_zeros(T, m, dtype=torch.float32) if dQS is None else dQS.contiguous()
+        DH, DF, DA, DBETA = torch.empty_like(H), torch.empty_like(f), torch.empty_like(A), torch.empty_like(beta)
+        DN = H if dN is None else dN.contiguous()
+        connect_backward[(ceil_div(T, 16),)](H, f, A, beta, w, s["alpha"], s["rstd"], s["mean"], s["gain"], DN, s["dx"], dP, dQS,
+                                             DH, DF, DA, DBETA, T, int(dN is not None), **tiles(H), C=C, J=J)  # fmt: skip
+        dW = torch.bmm(N.permute(1, 2, 0), dP.to(N.dtype).transpose(0, 1).expand(m, T, C)).float()  # (m, d, T) (m, T, C)
+        s.clear()
+        return DH, DF, DA, DBETA, dW, None, None
+
+
+class Read(Function):
+    """RMSNorm(sum_s alpha_s H_s) * w; its gradient of H is left in `stash`, for Connect to add."""
+
+    @staticmethod
+    def forward(ctx, link, alpha, w, H, eps, stash):
+        T, _, D = H.shape
+        alpha = alpha.float().contiguous()
+        X, RSTD = H.new_empty(T, D), H.new_empty(T, dtype=torch.float32)
+        read_forward[(T,)](H, alpha, w, X, RSTD, T, eps, **row(D, 2))
+        ctx.save_for_backward(alpha, w, H, RSTD)
+        ctx.stash = stash
+        return X
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dx):
+        alpha, w, H, RSTD = ctx.saved_tensors
+        T, _, D = H.shape
+        per = ceil_div(T, PROGRAMS)
+        dx, DALPHA, MEAN = dx.contiguous(), torch.empty_like(alpha), torch.empty_like(RSTD)
+        DW = RSTD.new_empty(ceil_div(T, per), D)
+        read_backward[(ceil_div(T, per),)](H, alpha, w, dx, RSTD, DALPHA, MEAN, DW, T, per, **row(D, 2))
+        ctx.stash.update(alpha=alpha, rstd=RSTD, mean=MEAN, gain=w, dx=dx)
+        return dx.new_zeros(1), DALPHA, DW.sum(0).to(w.dtype), None, None, None
+
+
+def tiles(H):
+    narrow = H.dtype == torch.bfloat16 and not INTERPRETED
+    return dict(D=H.shape[-1], BT=16, BD=32, NS=2, DT=tl.bfloat16 if narrow else tl.float32, num_warps=4)
+
+
+class Streams:
+    """What HC and mHC of four streams keep in place of H: H before the last branch, and its write, still to be done.
+
+        N, P, q, read = streams.connect(W)      the streams H' = H A + y beta^T, their projections P_j = H'_j W_j and squares
+        x = read(alpha, gain, eps)              RMSNorm(H' alpha) * gain; alpha may depend on P and q
+        streams = N.then(F(x), A, beta)         as A and beta may
+
+    W (4, d, C) with C a power of two, 16 or more; P (B, T, 4, C), or (B, T, 1, C) its sum over the streams (together).
+    """
+
+    def __init__(self, H, y=None, A=None, beta=None):
+        self.H, self.y, self.A, self.beta = H, y, A, beta
+
+    @classmethod
+    def enter(cls, x):
+        """m copies of the embedding: its write to streams that were not there."""
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        H = x.new_zeros(*x.shape[:-1], 4, x.shape[-1])
+        return cls(H, x, H.new_zeros(4, 4, dtype=torch.float32), H.new_ones(4, dtype=torch.float32))
+
+    def connect(self, W, together=False):
+        *shape, m, D = self.H.shape
+        T, stash = math.prod(shape), {}
+        A, beta = (c.expand(*shape, *c.shape[-n:]).reshape(T, *c.shape[-n:]) for c, n in ((self.A, 2), (self.beta, 1)))
+        y = self.y.to(self.H.dtype).reshape(T, D).contiguous()
+        N, P, q, link = Connect.apply(self.H.reshape(T, m, D), y, A, beta, W, together, stash)
+        hidden = N.detach()
+
+        def read(alpha, gain, eps):
+            return Read.apply(link, alpha.expand(*shape, m).reshape(T, m), gain, hidden, eps, stash).view(*shape, D)
+
+        return Streams(N.view(*shape, m, D)), P.view(*shape, *P.shape[1:]), q.view(*shape, m), read
+
+    def then(self, y, A, beta):
+        return Streams(self.H, y, A, beta)
+
+    def finish(self):
+        """The streams after the last branch, (B, T, 4, d), for the head."""
+        A, beta = self.A.to(self.H.dtype), self.beta.to(self.H.dtype)
+        return torch.einsum("...sd,...sj->...jd", self.H, A) + beta.unsqueeze(-1) * self.y.unsqueeze(-2)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# How they join a model
+
+
+def accelerate(model, kernels="auto"):
+    """Let the connections of a Transformer run on kernels, where its rule has some: the parameters, their names and the equations
+    stay what they are, and so does the model on a device, or in a precision, that the kernels cannot serve.
+
+    kernels is "reference" (nothing is done), "auto" (on a GPU) or "triton" (also in Triton's interpreter). Returns a line on
+    why nothing was done though it was wished for, else None. Probes that skip, swap or look in between want the model as it was.
+    """
+    connections = [residual for residual, _ in model.branches()]
+    names = {cls.__name__ for cls in type(connections[0]).__mro__}
+    device = connections[0].reader.norm.weight.device if "Residual" in names and hasattr(connections[0].reader.norm, "weight") else None
+    if kernels == "reference" or device is None or (kernels == "auto" and device.type != "cuda"):
+        return None
+    if not names & {"FullAttnRes", "HC"} or ("HC" in names and connections[0].m != 4):
+        return None
+    if triton is None or int(triton.__version__.split(".")[0]) < 3:
+        return "kernels: no Triton 3 here, so depth mixing and hyper-connections run as written in residuals.py"
+    if device.type != "cuda" and not INTERPRETED:
+        return f"kernels: Triton does not run on {device.type}, so the connections run as written in residuals.py"
+    enter, forward, head = (mix_enter, mix_forward, mix_head) if "FullAttnRes" in names else (stream_enter, stream_forward, stream_head)
+    model.enter = MethodType(enter, model)
+    model.reader.forward = MethodType(head, model.reader)
+    for connection in connections:
+        connection.forward = MethodType(forward, connection)
+        if getattr(connection, "constraint", "") == "doubly":
+            connection.constrain = MethodType(constrain, connection)
+    return None
+
+
+def mix_enter(model, x):
+    """The bank, with the queries of all readers, in place of the list of sources."""
+    rule = type(model.blocks[0].attn_residual)
+    if not usable(x):
+        return rule.enter(x)
+    first, *readers = [residual.reader for residual, _ in model.branches()] + [model.reader]
+    w = [reader.mixture.w * reader.mixture.gain for reader in readers]
+    return Bank(x, torch.stack([torch.zeros_like(w[0]), *w]).float(), rule.eps, model.blocks[0].attn_residual.b)
+
+
+def mix_forward(self, bank, F):
+    """FullAttnRes.forward and BlockAttnRes.forward: the bank knows which sources are summed up."""
+    if not isinstance(bank, Bank):
+        return type(self).forward(self, bank, F)
+    return bank.add(F(bank.read(self.norm.weight, self.norm.eps)))
+
+
+def mix_head(self, bank):
+    return bank.read(self.norm.weight, self.norm.eps) if isinstance(bank, Bank) else type(self).forward(self, bank)
+
+
+def stream_enter(model, x):
+    return Streams.enter(x) if usable(x) else type(model.blocks[0].attn_residual).enter(x)
+
+
+def stream_forward(self, streams, F):
+    """HC.forward and MHC.forward; RMS(H) W is made from H W and |H|^2."""
+    if not isinstance(streams, Streams):
+        return type(self).forward(self, streams, F)
+    together = hasattr(self, "bias")  # mHC: all streams of a token decide together
+    d = streams.H.shape[-1]
+    if self.dynamic:
+        W = self.W.float().view(4, d, -1) if together else self.W.float().expand(4, *self.W.shape)
+        n, C = W.shape[-1], max(16, next_power_of_2(W.shape[-1]))
+        streams, P, q, read = streams.connect(pad(W, (0, C - n)), together)
+        if together:
+            product = P[..., 0, :n] * (q.sum(-1, keepdim=True) / (4 * d) + 1e-6).rsqrt()
+        else:
+            product = P[..., :n] * (q / d + 1e-8).rsqrt().unsqueeze(-1)
+    else:
+        streams, _, _, read = streams.connect(streams.H.new_zeros(4, d, 16))
+        product = None
+    alpha, A, beta = self.coefficients(product)
+    return streams.then(F(read(alpha, self.norm.weight, self.norm.eps)), A, beta)
+
+
+def stream_head(self, streams):
+    return type(self).forward(self, streams.finish() if isinstance(streams, Streams) else streams)
+
+
+def constrain(self, logits):
+    """MHC.constrain, doubly stochastic."""
+    if not usable(logits.detach()):
+        return type(self).constrain(self, logits)
+    return Sinkhorn.apply(logits, self.iterations, 1e-6).unflatten(-1, (4, 4))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Bytes
+
+SCALAR_BYTES = 40  # of scores and statistics for each pair of source and mixture, forward and backward, at most
+
+
+def depth_mixing_traffic(L, b=1, G=None):
+    """Arrays of (T, d) that the kernels read and write, (forward, backward): test_kernels.py counts the same in the interpreter."""
+    M = 2 * L + 1
+    G = G or (8 if M <= 65 else 16)
+    forward, backward = 0, query_gradient_reads(L, b, G)
+    for m in range(M):
+        m0, m1, n = group_of(m, M, b, G)
+        adds = m > 0 and (m - 1) % b != 0
+        forward += n + m1 - m0 if n and m == m0 else 0  # group_mix
+        forward += 3 + adds + (n > 0) + (m - 1) // b + 1 - n  # row_mix: x, V[m], y; V[m - 1]; the partial mixture; other sources
+        forward += ceil_div(M - m - 1, 128 if M > 65 else 64) if m % b == 0 else 0  # source_logits
+        backward += 5 + (m1 < M if b == 1 else m + 1 < M)  # row_pull: y, dy, do, v, dx; START
+        if b == 1:
+            backward += m1 - 1 - m  # do of the group
+            rows, mixes, more = m1 - m0, M - m1 if m == m1 - 1 else 0, False
+        else:
+            rows, mixes, more = m // b + 1, min(m + b, M) - m if m and not adds else 0, m + b < M
+        for e in range(0, rows if mixes else 0, 16):  # pair_dot, group_pull
+            k = min(16, rows - e)
+            backward += 2 * mixes + k * ceil_div(mixes, 32) + k * (1 + more)
+    return forward, backward
+
+
+def query_gradient_reads(L, b=1, G=None):
+    """Those among them that are left to matrix products: the sources, once, and in Block AttnRes the shared ones for each block."""
+    M = 2 * L + 1
+    return M if b == 1 else sum(m // b + 1 for m in range(1, M, b))
+
+
+def depth_mixing_bytes(L, d, b=1, T=16384):
+    """Bytes of a token, forward and backward, in bf16; T tokens share the sums of the row kernels, two for each mixture."""
+    scores = sum((m - 1) // b + 2 for m in range(2 * L + 1))
+    sums = (2 * L + 1) * 2 * 2 * 4 * d * PROGRAMS / T
+    return sum(depth_mixing_traffic(L, b)) * 2 * d + SCALAR_BYTES * scores + sums
+
+
+# Arrays of (T, d) that one connection of four streams moves, (forward, backward): connect_forward 9, read_forward 5;
+# read_backward 5, connect_backward 15, and the product for the gradient of W 4.
+CONNECTOR_TRAFFIC = 14, 24
+
+
+def hyper_connection_bytes(L, d):
+    """Bytes of a token, forward and backward, in bf16; without those of the routing's 24 numbers."""
+    return 2 * L * sum(CONNECTOR_TRAFFIC) * 2 * d
+
+
+def ceil_div(a, b):
+    return -(-a // b)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# python kernels.py
+
+SHAPES = (16, 1216), (32, 896), (70, 640)
+RULES = {"fullattnres": 1, "blockattnres": 8, "mhc": None, "hc": None}
+
+
+def least_bytes(rule, L, d):
+    """What the kernels of a rule move, of a token, forward and backward."""
+    if "attnres" not in rule:
+        return hyper_connection_bytes(L, d)
+    return depth_mixing_bytes(L, d, 1 if rule == "fullattnres" else ceil_div(2 * L, RULES[rule]))
+
+
+def byte_table():
+    rows = ["MB of a token, forward and backward, in bf16", f"{'rule':14}" + "".join(f"{f'L={L} d={d}':>15}" for L, d in SHAPES)]
+    for rule in RULES:
+        rows.append(f"{rule:14}" + "".join(f"{least_bytes(rule, L, d) / 1e6:15.2f}" for L, d in SHAPES))
+    return "\n".join(rows)
+
+
+def check(rule, dtype, device, n_layer=3, d_model=64, T=6):
+    """Relative errors of a model's logits and of its gradients against the model as written, in float64."""
+    from configs import ModelConfig
+    from model import Transformer
+
+    torch.manual_seed(0)
+    exact = Transformer(ModelConfig(residual=rule, n_layer=n_layer, d_model=d_model, n_head=2, vocab_size=32, seq_len=T))
+    with torch.no_grad():
+        for p in exact.parameters():
+            p.mul_(0.5).add_(0.3 * torch.randn_like(p))
+    fast = Transformer(ModelConfig(residual=rule, n_layer=n_layer, d_model=d_model, n_head=2, vocab_size=32, seq_len=T))
+    fast.load_state_dict(exact.state_dict())
+    exact, fast, tokens = exact.to(device).double(), fast.to(device), torch.arange(2 * T, device=device).view(2, T)
+    problem = accelerate(fast, "triton")
+    if problem:
+        raise RuntimeError(problem)
+    y = exact(tokens)
+    with torch.autocast(device, torch.bfloat16, enabled=dtype == torch.bfloat16):
+        z = fast(tokens)
+    g = torch.randn_like(y)
+    y.backward(g)
+    z.backward(g.to(z.dtype))
+    a, b = (torch.cat([p.grad.double().flatten() for p in m.parameters() if p.grad is not None]) for m in (fast, exact))
+    return ((z.double() - y).norm() / y.norm()).item(), ((a - b).norm() / b.norm()).item()
+
+
+def connections_alone(rule, L, d, T, fast):
+    """Forward and backward of a rule's 2 L connections around branches that do nothing, as a function to be timed."""
+    from configs import ModelConfig
+    from model import Transformer
+
+    with torch.device("cuda"):
+        model = Transformer(ModelConfig(residual=rule, n_layer=L, d_model=d, n_head=d // 32, ff_ratio=0.01, vocab_size=8))
+        x = torch.randn(1, T, d, dtype=torch.bfloat16, requires_grad=True)
+    if fast:
+        accelerate(model)
+
+    def step():
+        with torch.autocast("cuda", torch.bfloat16):
+            h = model.enter(x)
+            for residual, _ in model.branches():
+                h = residual(h, lambda y: y)
+            model.reader(h).float().sum().backward()
+
+    return step
+
+
+def benchmark():
+    """Prints a line for each measurement, and returns them. Shares are of the copy rate measured in the same run."""
+    time = lambda f: triton.testing.do_bench(f, warmup=50, rep=300, return_mode="median")  # ms
+    a = torch.empty(1 << 30, dtype=torch.int8, device="cuda")
+    x = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda")
+    copy, matmul = 2 * a.nbytes / time(a.clone) * 1e-6, 2 * 8192**3 / time(lambda: x @ x) * 1e-9
+    print(f"copy {copy:.0f} GB/s, bf16 matmul {matmul:.0f} TFLOP/s")
+    rows = [{"copy_GBs": copy, "matmul_TFLOPs": matmul}]
+    for L, d in SHAPES:
+        for rule in RULES:
+            T = 8192
+            ms = time(connections_alone(rule, L, d, T, fast=True))
+            share = least_bytes(rule, L, d) * T / ms * 1e-6 / copy
+            T_reference = 1024  # as written, the list of sources and its gradients would not fit with more
+            reference = time(connections_alone(rule, L, d, T_reference, fast=False)) * T / T_reference
+            row = {"rule": rule, "L": L, "d": d, "us_per_token": ms / T * 1e3, "share_of_copy": share, "reference_over_it": reference / ms}
+            rows.append(row)
+            print(" ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in rows[-1].items()), flush=True)
+    return rows
+
+
+def main():
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    name = torch.cuda.get_device_name().replace(" ", "-") if device == "cuda" else "cpu"
+    print(byte_table())
+    results = {"device": name, "torch": torch.__version__, "triton": triton.__version__, "MB_per_token": {}, "errors": {}}
+    for rule in RULES:
+        results["MB_per_token"][rule] = {f"{L}x{d}": least_bytes(rule, L, d) / 1e6 for L, d in SHAPES}
+        for dtype in torch.float32, torch.bfloat16:
+            checked = rule if rule != "blockattnres" else "blockattnres:n_blocks=3"  # of the six branches of the check
+            results["errors"][f"{rule} {str(dtype)[6:]}"] = errors = check(checked, dtype, device)
+            print(f"{rule:14} {str(dtype)[6:]:9} error of the logits {errors[0]:.1e}, of the gradients {errors[1]:.1e}", flush=True)
+    if device == "cuda":
+        results["benchmark"] = benchmark()
+    else:
+        print("no GPU here: the kernels ran in Triton's interpreter, and nothing was timed")
+    path = Path("results") / f"kernels_{name}.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(results, indent=1) + "\n")
+    print(f"written to {path}")
+
+
+if __name__ == "__main__":
+    main()
