@@ -906,7 +906,7 @@ class DepthMixFunction(torch.autograd.Function):
         p = (scores * r).softmax(-1)
         h = p[..., :1] * v[0]
         for i in range(1, len(v)):
-            h.addcmul_(v[i], p[..., i : i + 1])
+            h = torch.addcmul(h, v[i], p[..., i : i + 1])  # in place, torch 2.11 would compile it to a wrong gradient
         ctx.save_for_backward(q, r, scores, p, *v)
         return h
 
@@ -940,10 +940,10 @@ class DepthAttentionFunction(torch.autograd.Function):
         s = torch.stack([(Q * x.unsqueeze(2)).sum(-1).flatten(1, 2) for x in keys], -1) * q.shape[-1] ** -0.5  # (B, H, T, n)
         total = torch.logaddexp(lse, s.logsumexp(-1))
         p = (s - total.unsqueeze(-1)).exp()
-        o = o * (lse - total).exp().unsqueeze(-1)
+        O = (o * (lse - total).exp().unsqueeze(-1)).unflatten(1, Q.shape[1:3])
         for x, w in zip(values, p.unflatten(1, Q.shape[1:3]).unbind(-1)):
-            o.unflatten(1, Q.shape[1:3]).addcmul_(x.unsqueeze(2), w.unsqueeze(-1))
-        o = o.to(q.dtype)
+            O = torch.addcmul(O, x.unsqueeze(2), w.unsqueeze(-1))
+        o = O.flatten(1, 2).to(q.dtype)
         ctx.save_for_backward(q, k, v, o, total, p, *C)
         return o
 
@@ -959,10 +959,10 @@ class DepthAttentionFunction(torch.autograd.Function):
         dkeys, dvalues = [], []
         for i, (x, y) in enumerate(zip(keys, values)):
             ds = P[..., i] * ((dO * y.unsqueeze(2)).sum(-1, keepdim=True) - delta) * q.shape[-1] ** -0.5
-            dQ.addcmul_(ds.to(q.dtype), x.unsqueeze(2))
+            dQ = torch.addcmul(dQ, ds.to(q.dtype), x.unsqueeze(2))
             dkeys.append((ds * Q).sum(2).to(x.dtype))
             dvalues.append((P[..., i] * dO).sum(2).to(y.dtype))
-        return dq, dk, dv, *dkeys, *dvalues
+        return dQ.flatten(1, 2), dk, dv, *dkeys, *dvalues
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -256,13 +256,13 @@ def compile_parts(model):
 # Checkpoints
 
 
-def save(path, model, optimizer, step, cfg, dataset, record):
+def save(path, model, optimizer, step, cfg, dataset, record, val_loss=None):
     """Write to a neighbour, sync, rename: a kill at any moment leaves the old checkpoint or the new one. Raises Mistake.
 
-    `record` is the log entry of the step if its evaluation is still to be done.
+    `record` is the log entry of the step if its evaluation is still to be done, val_loss what its evaluation gave if it had one.
     """
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step, "config": asdict(cfg)}
-    state |= {"data": dict(dataset.files), "record": record}
+    state |= {"data": dict(dataset.files), "record": record, "val_loss": val_loss}
     neighbour = path.with_name(path.name + ".new")
     try:
         with open(neighbour, "wb") as file:
@@ -289,7 +289,7 @@ def load_checkpoint(path, device="cpu"):
     try:
         state = torch.load(path, map_location=device, weights_only=True)
         state["model"] = {strip(name): w for name, w in state["model"].items()}
-        return state
+        return {key: state[key] for key in ("model", "optimizer", "step", "config", "data", "record", "val_loss")}
     except Exception as error:
         raise Mistake(f"{path} is not a checkpoint of this program ({type(error).__name__}); remove it to start over") from None
 
@@ -302,9 +302,9 @@ def strip(name):
 
 
 def resume(path, model, optimizer, cfg, dataset, device):
-    """Load the checkpoint, if there is one. Returns the step it was taken after and the record that waits for evaluation."""
+    """Load the checkpoint, if there is one. Returns its step, the record that waits for evaluation, and the val_loss if it has one."""
     if not path.exists():
-        return 0, None
+        return 0, None, None
     state = load_checkpoint(path, device)
     then, now = state["config"], asdict(cfg)
     changed = [f"{key}: {then.get(key)} -> {now[key]}" for key in now if key not in FREE and then.get(key) != now[key]]
@@ -318,7 +318,7 @@ def resume(path, model, optimizer, cfg, dataset, device):
     except RuntimeError as error:
         raise Mistake(f"{path} does not fit the model: {' '.join(str(error).split())[:300]}") from None
     optimizer.load_state_dict(state["optimizer"])
-    return state["step"], state["record"]
+    return state["step"], state["record"], state["val_loss"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -348,13 +348,13 @@ class Log:
 
 
 def read_log(path):
-    """The records of log.jsonl; a last line that a kill cut short is left out."""
+    """The records of log.jsonl; lines that are none, as the last when a kill cut it short, are left out."""
     records = []
-    with contextlib.suppress(FileNotFoundError), open(path) as file:
+    with contextlib.suppress(FileNotFoundError), open(path, errors="replace") as file:
         for line in file:
             with contextlib.suppress(json.JSONDecodeError):
                 records.append(json.loads(line))
-    return records
+    return [record for record in records if isinstance(record, dict) and {"step", "loss"} <= record.keys()]
 
 
 def introduce(log, cfg, model, optimizer, dataset, ranks, out):
@@ -441,10 +441,9 @@ def train(cfg):
     out = Path("out") / cfg.name
     try:
         out.mkdir(parents=True, exist_ok=True)
-        if not os.access(out, os.W_OK):
-            raise PermissionError
-    except OSError:
-        raise Mistake(f"cannot write to {out.resolve()}; run the command in a folder that is yours") from None
+        (out / "config.json").touch()
+    except OSError as error:
+        raise Mistake(f"cannot write to {out.resolve()} ({error.strerror}); run the command in a folder that is yours") from None
     dataset = data.open_dataset(cfg.data)
     if dataset.vocab_size > cfg.vocab_size:
         raise Mistake(f"vocab_size={cfg.vocab_size} is smaller than that of {cfg.data}; --vocab_size={dataset.vocab_size} is the least")
@@ -456,11 +455,9 @@ def train(cfg):
         to_bf16(model)
     model.to(ranks.device)
     optimizer = make_optimizer(model, cfg)
-    start, waiting = resume(out / "checkpoint.pt", model, optimizer, cfg, dataset, ranks.device)
+    start, waiting, loss = resume(out / "checkpoint.pt", model, optimizer, cfg, dataset, ranks.device)
     log = Log(out, start, ranks.first)
     if start == cfg.max_steps and not waiting:
-        last = read_log(log.path)[-1:]
-        loss = last[0].get("val_loss", math.nan) if last else math.nan
         log.say(f"{out} is complete after {start} steps: val_loss {loss:.4f} (another --name= trains anew)")
         return loss
     if ranks.first:
@@ -478,7 +475,7 @@ def train(cfg):
 
     def keep():
         if ranks.first:
-            save(out / "checkpoint.pt", model, optimizer, step, cfg, dataset, record)
+            save(out / "checkpoint.pt", model, optimizer, step, cfg, dataset, record, loss)
             draw(out, cfg)
 
     wrapped, step, record = ranks.wrap(model), start, waiting  # record: of a step whose evaluation is not done yet
@@ -495,7 +492,7 @@ def train(cfg):
                     if step == start + 1:
                         began = time.perf_counter()  # whatever was compiled is compiled
                 if step % cfg.eval_every == 0 or step == cfg.max_steps:
-                    record["val_loss"] = evaluate(model, val, cfg, ranks, stop, lambda done: show_share)
+                    record["val_loss"] = evaluate(model, val, cfg, ranks, stop, show_share)
                 seconds.append(record["seconds"])
                 each = (time.perf_counter() - began) / (step - start - 1) if step > start + 1 else record["seconds"]
                 shown = step % cfg.log_every == 0 or "val_loss" in record or step == 1
@@ -504,6 +501,7 @@ def train(cfg):
                 loss, record = record.get("val_loss"), None
                 if step % cfg.save_every == 0 or step == cfg.max_steps:
                     keep()
+            stop.check_together()  # a request that came during the last save is one to end a sweep, too
         except Interrupted:
             optimizer.zero_grad(set_to_none=True)
             if step > start or waiting:
@@ -565,6 +563,12 @@ if __name__ == "__main__":
             main(sys.argv[1:])
         except Interrupted as interrupted:
             sys.exit(interrupted.status)
+        except KeyboardInterrupt:  # outside the loop, where there is nothing to save
+            sys.exit(130)
+        except BrokenPipeError:  # whoever read our lines has gone
+            os._exit(1)
+        except OSError as error:
+            raise Mistake(f"{error.filename or 'a file'}: {error.strerror}") from None
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()

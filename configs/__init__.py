@@ -116,7 +116,8 @@ class TrainConfig(ModelConfig):
             require(0 <= getattr(self, key) < 1, f"{key}={getattr(self, key)} must be at least 0 and below 1")
         for key in "weight_decay", "sample", "seed":
             require(getattr(self, key) >= 0, f"{key}={getattr(self, key)} must not be negative")
-        require(re.fullmatch(r"[\w.=-]*", self.name), f"name={self.name!r} must be letters, digits and . _ = - only: it is a folder")
+        require(self.seed < 2**63, f"seed={self.seed} must be below 2^63")
+        require(re.fullmatch(r"(?!\.+$)[\w.=-]*", self.name), f"name={self.name!r} must be of letters, digits and . _ = -: it is a folder")
         self.check_ranks(1)
 
     def check_ranks(self, ranks):
@@ -163,11 +164,12 @@ def load(path):
     if not path.is_file():
         near = suggest(str(path), map(str, path.parent.glob("*.py")))
         raise Mistake(f"no config file {path}{near}; `python train.py --list` shows those there are")
+    require(path.suffix == ".py", f"{path} is not a config file: those end in .py")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except (TypeError, SyntaxError) as error:  # a misspelt field, a missing comma
+    except (TypeError, SyntaxError, NameError, ImportError, Mistake) as error:  # a misspelt field, a missing comma, a bad value
         raise Mistake(f"{path}: {error}") from None
     config = getattr(module, "config", None)
     if not isinstance(config, TrainConfig):

@@ -107,6 +107,7 @@ with configs.one_line_mistakes():
     ("token_losses", 8, "SIGINT", 130),  # the second micro-batch of step 4, after the ones of the validation
     ("evaluate", 1, "SIGTERM", 143),
     ("evaluate", 2, "SIGINT", 130),  # of the last step
+    ("draw", 3, "SIGINT", 130),  # after the last save
     ("save", 2, "SIGINT", 130),
 ])
 def test_an_interrupt_loses_no_whole_step(function, call, name, status):
@@ -391,8 +392,9 @@ def test_data_that_are_missing_are_one_line_with_the_command_that_makes_them():
     (["--residual=hc:m=two"], "hc:m=two: expected a positive int, as in hc:m=4"),
     (["--precision=fp16"], "precision=fp16 is not one of auto, fp32, amp, bf16; did you mean"),
     (["--device=gpu"], "device=gpu is not one of auto, cpu, cuda"),
+    (["--name=.."], "name='..' must be of letters"),
     (["--data=stdlb"], "stdlb"),
-    (["--name=a/b"], "name='a/b' must be letters, digits and . _ = - only"),
+    (["--name=a/b"], "name='a/b' must be of letters, digits and . _ = -: it is a folder"),
     (["nothing.py"], "no config file nothing.py"),
     (["--lr=1e-3,"], "--lr=: expected float"),
     (["--lr=1e-3", "--lr=2e-3"], "--lr is given twice; several values go into one, as in --lr=A,B"),
@@ -412,6 +414,7 @@ def test_a_mistake_is_answered_in_one_line(words, complaint, capsys):
     ("from configs import TrainConfig\nconfig = TrainConfig(lr='fast')", "lr='fast': expected float, as in lr=0.002"),
     ("from configs import TrainConfig\nconfig = TrainConfig(n_layer=True)", "n_layer=True: expected int"),
     ("config = (", "broken.py"),
+    ("from configs import TrainConfig\nconfig = TrainConfig(lr=y)", "broken.py: name 'y' is not defined"),
 ])
 def test_a_broken_config_file_is_answered_in_one_line(text, complaint):
     Path("broken.py").write_text(text)
