@@ -399,8 +399,8 @@ class Dataset:
     def check(self):
         """Refuses damaged shards. Only files that changed since they were last read whole are read again."""
         stamps, known = {}, {}
-        with suppress(OSError, ValueError):
-            known = json.loads((self.folder / STAMPS).read_text())
+        with suppress(OSError, ValueError, TypeError):
+            known = dict(json.loads((self.folder / STAMPS).read_text()))
         for name in self.files:
             check_header(self.folder / name, self.index)
             stat = (self.folder / name).stat()
@@ -460,7 +460,7 @@ class Windows:
     def __init__(self, dataset, split, seq_len, seed):
         self.seq_len, self.seed = seq_len, seed
         shards = dataset.shards(split)
-        require(shards, f"{dataset.folder} has no {split} shards")
+        require(shards, f"{dataset.folder} has no {split} shards; prepare it again with --val=FILES or another --val_frac")
         self.tokens = list(shards.values())
         self.ends = np.cumsum([(len(tokens) - 1) // seq_len for tokens in self.tokens])  # number of windows up to a shard's end
         path, longest = max(shards.items(), key=lambda item: len(item[1]))
@@ -595,7 +595,9 @@ def prepare(
     require(sources, "prepare what? give files, folders or globs of " + ", ".join(SUFFIXES))
     require(workers > 0 and shard_tokens > 0, f"--workers={workers} and --shard_tokens={shard_tokens} must be above 0")
     val_files = find_files(val) if val else []
-    train_files = [path for path in dict.fromkeys(p for source in sources for p in find_files(source)) if path not in val_files]
+    held_out = {path.resolve() for path in val_files}  # a file may be named by another path
+    found = {path.resolve(): path for source in reversed(sources) for path in reversed(find_files(source))}
+    train_files = [path for file, path in reversed(found.items()) if file not in held_out]
     files = [(path, "train" if val else "") for path in train_files] + [(path, "val") for path in val_files]
     sizes = [path.stat().st_size for path, _ in files]
     settings = {"tokenizer": load_tokenizer(tokenizer).hash, "val_frac": val_frac, "field": field, "errors": errors}
@@ -637,7 +639,7 @@ def prepare(
                 write_json(out / PROGRESS, state | {"writer": writer.state()})
                 saved = time.monotonic()
         for split in ("train", "val") if val or val_frac else ("train",):
-            none = f"none of {report['documents']} documents went to {split} (val_frac={val_frac})"
+            none = f"none of {report['documents']} documents went to {split} (val_frac={val_frac}; a .txt file is one document)"
             require(writer.has(split), f"{none}; give another --val_frac, or validation texts with --val=SOURCE")
         writer.finish(report=report, settings=settings)
     except KeyboardInterrupt:
@@ -668,9 +670,10 @@ def begin(out, settings):
     fresh["report"] = {"documents": 0, "bytes": 0, "tokens": 0, "empty": 0, "skipped": 0, "longest": [0, ""]}
     out.mkdir(parents=True, exist_ok=True)
     if (out / PROGRESS).is_file():
-        state = json.loads((out / PROGRESS).read_text())
-        if state["settings"] == settings:
-            return state
+        with suppress(ValueError, TypeError, KeyError):
+            state = json.loads((out / PROGRESS).read_text())
+            if state["settings"] == settings:
+                return state
         print(f"{out} was half prepared from other files or with other options; starting over", file=sys.stderr)
     else:
         require(all(path.name.startswith(PROGRESS) for path in out.iterdir()), f"{out} is not empty; give another --out")
@@ -974,8 +977,8 @@ def eval_sets(*sources, tokenizer: str = "neox"):
 
     Target tokens are as the probes score them (encode_pair).
     """
-    tokenizer = load_tokenizer(tokenizer)
     own = {source.partition("=")[0]: eval_set(source) for source in sources}
+    tokenizer = load_tokenizer(tokenizer)
     print(f"{'task':10} {'split':10} {'examples':>8} {'target tokens':>13} {'longest context':>15}")
     for name, (_, split, remark) in TASKS.items():
         try:
@@ -1000,7 +1003,8 @@ def eval_sets(*sources, tokenizer: str = "neox"):
 
 def check(folder: str):
     """Reads all shards of a dataset and compares their checksums. Raises Mistake if one is damaged."""
-    index, bad = read_index(Path(folder)), 0
+    folder = BUILT_IN[folder]() if folder in BUILT_IN else Path(folder)
+    index, bad = read_index(folder), 0
     for name, shard in tqdm(index["shards"].items(), disable=None, leave=False):
         try:
             check_header(Path(folder) / name, index)

@@ -33,7 +33,7 @@ import data
 import flops
 import kernels
 import residuals
-from configs import Mistake
+from configs import Mistake, TrainConfig
 from model import Transformer
 
 FREE = "name data device compile kernels micro_batch_size eval_every save_every log_every sample".split()  # may change when a run goes on
@@ -292,6 +292,17 @@ def load_checkpoint(path, device="cpu"):
         return {key: state[key] for key in ("model", "optimizer", "step", "config", "data", "record", "val_loss")}
     except Exception as error:
         raise Mistake(f"{path} is not a checkpoint of this program ({type(error).__name__}); remove it to start over") from None
+
+
+def load_model(path):
+    """The model of a checkpoint, on the CPU, and the config of its run. Raises Mistake."""
+    state = load_checkpoint(path)
+    cfg = TrainConfig(**state["config"])
+    model = Transformer(cfg)
+    if cfg.precision == "bf16":
+        to_bf16(model)
+    model.load_state_dict(state["model"])
+    return model, cfg
 
 
 def strip(name):

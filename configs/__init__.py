@@ -79,7 +79,7 @@ class TrainConfig(ModelConfig):
     """A model and how it is trained: all fields on one level, so that the command line needs no prefixes."""
 
     name: str = ""  # the run writes to out/<name>; without one it has the name of its config file
-    data: str = "data/fineweb-edu"  # stdlib, or a folder that data.py has prepared
+    data: str = "data/fineweb-edu"  # stdlib, english, or a folder that data.py has prepared
     max_steps: int = 7600  # optimizer steps
     batch_size: int = 512  # sequences in one optimizer step, over all ranks
     micro_batch_size: int = 16  # sequences in one forward pass of one rank

@@ -622,6 +622,9 @@ def test_validation_is_a_share_of_the_documents_or_files_of_its_own(tmp_path):
     other = write_jsonl(tmp_path / "b.jsonl", ["held out"])
     data.prepare(tmp_path, out=tmp_path / "files", val=other, tokenizer="bytes", workers=1)
     assert tokens_of(tmp_path / "files", "val") == [*b"held out", 256] and len(tokens_of(tmp_path / "files", "train")) > 20_000
+    elsewhere = f"{tmp_path}/files/../{other.name}"
+    data.prepare(tmp_path / "a.jsonl", elsewhere, other, out=tmp_path / "again", val=elsewhere, tokenizer="bytes", workers=1)
+    assert tokens_of(tmp_path / "again", "train") == tokens_of(tmp_path / "files", "train"), "another path of a file changes nothing"
     with pytest.raises(Mistake, match=r"none of 1 documents went to (val|train).*--val_frac"):
         prepare(other, tmp_path / "none", val_frac=0.01)
 

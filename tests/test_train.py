@@ -198,6 +198,13 @@ def test_weights_saved_with_a_wrapper_s_prefix_load():
         torch.testing.assert_close(train.load_checkpoint(path)["model"], state["model"], rtol=0, atol=0)
 
 
+def test_a_checkpoint_gives_back_the_model_and_its_config():
+    train.train(tiny(precision="bf16"))
+    model, cfg = train.load_model("out/tiny/checkpoint.pt")
+    assert cfg == tiny(precision="bf16")
+    torch.testing.assert_close(dict(model.state_dict()), final()["model"], rtol=0, atol=0)
+
+
 def test_a_damaged_checkpoint_is_one_line():
     train.train(tiny())
     Path("out/tiny/checkpoint.pt").write_bytes(b"not a checkpoint")
