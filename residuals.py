@@ -905,8 +905,9 @@ class DepthMixFunction(torch.autograd.Function):
         scores = torch.stack([wide(x) @ q for x in v], -1)  # (B, T, n)
         p = (scores * r).softmax(-1)
         h = p[..., :1] * v[0]
+        add = torch.addcmul if torch.compiler.is_compiling() else torch.Tensor.addcmul_  # in place, torch 2.11 compiles it wrong
         for i in range(1, len(v)):
-            h = torch.addcmul(h, v[i], p[..., i : i + 1])  # in place, torch 2.11 would compile it to a wrong gradient
+            h = add(h, v[i], p[..., i : i + 1])
         ctx.save_for_backward(q, r, scores, p, *v)
         return h
 

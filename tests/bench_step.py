@@ -2,7 +2,7 @@
 How long a training step takes on this CPU, side by side in one run. Not a test: pytest does not collect it.
 
     python tests/bench_step.py llama    Pre-LN against transformers' LlamaForCausalLM: forward, backward, clip, AdamW
-    python tests/bench_step.py rules    every rule against Pre-LN: forward, backward
+    python tests/bench_step.py rules [RULE ...]    rules, by default all, against Pre-LN: forward, backward
 
 One thread, eager, float32. The two sides take turns; a ratio is the median over the rounds, with the quartiles.
 """
@@ -24,7 +24,7 @@ from residuals import RULES
 
 
 def ratios(steps, base, rounds):
-    """{name: seconds of each round over those of `base` in the same round}, all after a round to warm up."""
+    """Prints the seconds of each step over those of `base`, the first of them, in the same round, after a round to warm up."""
     seconds = {name: [] for name in steps}
     for i in range(rounds + 1):
         order = list(steps) if i % 2 else list(reversed(steps))
@@ -34,7 +34,7 @@ def ratios(steps, base, rounds):
             seconds[name].append(time.perf_counter() - start)
         if sys.stderr.isatty():
             print(f"\rround {i}/{rounds}", end="", file=sys.stderr)
-    for name, times in seconds.items():
+    for name, times in list(seconds.items())[1:]:
         ratio = [a / b for a, b in zip(times[1:], seconds[base][1:])]
         low, median, high = statistics.quantiles(ratio, n=4)
         print(f"  {name:14} {statistics.median(times[1:]) * 1e3:8.1f} ms   x{median:5.2f}   ({low:.2f} to {high:.2f})")
@@ -70,7 +70,7 @@ def llama(shapes=((4, 128, 256, 8), (16, 256, 256, 4), (32, 96, 256, 4)), rounds
         ratios({"transformers": theirs_step, "Pre-LN": whole_step(ours, ours, batch, cfg)}, "transformers", rounds)
 
 
-def rules(L=16, d=256, T=256, B=4, rounds=9):
+def rules(*chosen, L=16, d=256, T=256, B=4, rounds=9):
     batch = torch.randint(257, (B, T + 1), generator=torch.Generator().manual_seed(0))
 
     def step_of(rule):
@@ -83,7 +83,8 @@ def rules(L=16, d=256, T=256, B=4, rounds=9):
         return step
 
     print(f"L={L} d={d} T={T} B={B}")
-    ratios({rule: step_of(rule) for rule in RULES}, "preln", rounds)
+    for rule in chosen or list(RULES)[1:]:
+        ratios({"preln": step_of("preln"), rule: step_of(rule)}, "preln", rounds)
 
 
 if __name__ == "__main__":
@@ -91,6 +92,6 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     torch.manual_seed(0)
     choices = {"llama": llama, "rules": rules}
-    if len(sys.argv) != 2 or sys.argv[1] not in choices:
+    if sys.argv[1:2] not in [[choice] for choice in choices]:
         sys.exit(__doc__)
-    choices[sys.argv[1]]()
+    choices[sys.argv[1]](*sys.argv[2:])
