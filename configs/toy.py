@@ -9,5 +9,5 @@ from configs import TrainConfig
 d = 128
 config = TrainConfig(
     residual="fullattnres", n_layer=4, d_model=d, n_head=4, vocab_size=257, seq_len=256, init_std=0.02 * (1024 / d) ** 0.5,
-    data="stdlib", max_steps=300, batch_size=16, micro_batch_size=8, lr=4e-3, eval_every=100, eval_batches=16, save_every=100, sample=300,
+    data="stdlib", max_steps=480, batch_size=8, micro_batch_size=8, lr=4e-3, eval_every=160, eval_batches=32, save_every=160, sample=200,
 )
