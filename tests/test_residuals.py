@@ -603,18 +603,19 @@ SHALLOW = dict(n_layer=8, d_model=64, n_head=4, n_kv_head=4)
 
 
 @pytest.mark.parametrize(
-    ("residual", "measured"),
+    ("residual", "measured", "with_the_weights_of_torch_2_11"),  # which draws others from the same seed
     [
-        ("hc", 4.5e-4),
-        ("mhc", 9.3e-6),
-        ("fullattnres", 0.342),
-        ("fullattnres:eps=1e-6", 0.0455),
-        ("blockattnres", 0.124),
-        ("denseformer", 0),
+        ("hc", 4.5e-4, 4.5e-4),
+        ("mhc", 9.3e-6, 6.55e-6),
+        ("fullattnres", 0.342, 0.294),
+        ("fullattnres:eps=1e-6", 0.0455, 0.0396),
+        ("blockattnres", 0.124, 0.104),
+        ("denseformer", 0, 0),
     ],
 )
-def test_with_eps_a_small_model_starts_as_far_from_preln_as_measured(residual, measured):
-    assert beside_preln(residual, **SHALLOW) == pytest.approx(measured, rel=0.35, abs=1e-12)  # torch 2.11 draws other weights
+def test_with_eps_a_small_model_starts_as_far_from_preln_as_measured(residual, measured, with_the_weights_of_torch_2_11):
+    expected = with_the_weights_of_torch_2_11 if torch.__version__ < "2.13" else measured
+    assert beside_preln(residual, **SHALLOW) == pytest.approx(expected, rel=0.05, abs=1e-12)
 
 
 @pytest.mark.parametrize("residual", ["fullattnres", "blockattnres"])
