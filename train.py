@@ -449,16 +449,16 @@ def train(cfg):
     Raises Mistake, NotFinite, and Interrupted after the last whole step has been saved.
     """
     ranks = Ranks(cfg.device)
+    dataset = data.open_dataset(cfg.data)
+    if dataset.vocab_size > cfg.vocab_size:
+        raise Mistake(f"vocab_size={cfg.vocab_size} is smaller than that of {cfg.data}; --vocab_size={dataset.vocab_size} is the least")
+    windows, val = dataset.windows("train", cfg.seq_len, cfg.seed), dataset.windows("val", cfg.seq_len, 0)
     out = Path("out") / cfg.name
     try:
         out.mkdir(parents=True, exist_ok=True)
         (out / "config.json").touch()
     except OSError as error:
         raise Mistake(f"cannot write to {out.resolve()} ({error.strerror}); run the command in a folder that is yours") from None
-    dataset = data.open_dataset(cfg.data)
-    if dataset.vocab_size > cfg.vocab_size:
-        raise Mistake(f"vocab_size={cfg.vocab_size} is smaller than that of {cfg.data}; --vocab_size={dataset.vocab_size} is the least")
-    windows, val = dataset.windows("train", cfg.seq_len, cfg.seed), dataset.windows("val", cfg.seq_len, 0)
 
     torch.manual_seed(cfg.seed)
     model = Transformer(cfg)

@@ -378,6 +378,7 @@ def test_data_that_are_missing_are_one_line_with_the_command_that_makes_them():
     done = run(str(HERE / "configs/400m_fullattnres_L32.py"), "--max_steps=1")
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert "python data.py fineweb-edu --out=data/fineweb-edu" in done.stderr and "B" in done.stderr
+    assert not Path("out").exists()  # nothing is left of a run that could not begin
 
 
 # ---------------------------------------------------------------------------------------------------------------------
