@@ -564,7 +564,36 @@ def english():
     return build_once("english-neox", write)
 
 
-BUILT_IN = {"stdlib": stdlib, "english": english}
+def automaton(train=100_000, val=4_000, cells=31, states=5, rounds=6):
+    """A task that needs depth, as bytes -> folder. A document is a digit k and `cells` pairs of a state and what it is after k rounds of
+
+        y_t <- F(y_{t-1}, y_t),   y_0 = 0,   F(y, .) a fixed permutation for each y
+
+    With its end it has 2 + 2 cells tokens: windows of that seq_len are whole documents. k and the first states cannot be known
+    beforehand, so the least loss is (cells ln states + ln rounds) / (2 + 2 cells) = 0.8076 nats per token.
+    """
+
+    def write(folder):
+        random = np.random.PCG64(0)
+        F = np.argsort(random.random_raw((states, states)), axis=1)
+        writer = ShardWriter(folder, Bytes())
+        for split, n in ("train", train), ("val", val):
+            k = random.random_raw(n) % rounds + 1
+            x = (random.random_raw((n, cells)) % states).astype(np.int64)
+            y = x
+            for i in range(rounds):
+                before = np.pad(y, ((0, 0), (1, 0)))[:, :-1]
+                y = np.where(k[:, None] > i, F[before, y], y)
+            text = np.concatenate([ord("0") + k[:, None], ord("a") + np.stack([x, y], -1).reshape(n, -1)], 1).astype(np.uint8)
+            for document in text:
+                writer.add(split, document)
+                writer.end_document(split)
+        writer.finish(report={"documents": train + val, "bytes": (train + val) * (1 + 2 * cells)})
+
+    return build_once("automaton-1", write)
+
+
+BUILT_IN = {"stdlib": stdlib, "english": english, "automaton": automaton}
 
 
 # ------------------------------------------------------------------------------------------------------ preparing a corpus

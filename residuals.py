@@ -108,7 +108,7 @@ class Reader(nn.Module):
 
     def weights(self, h):
         """The weights p of a mixture of sources, (B, T, n)."""
-        raise NotImplementedError(f"{type(self).__name__} does not mix sources")
+        raise NotImplementedError("the rule mixes no sources")
 
 
 class Raw(Reader):
@@ -178,6 +178,10 @@ class Residual(nn.Module):
         One stream is one slot, m streams are m, and a list of sources has a slot for each.
         """
         raise NotImplementedError(f"{type(self).title or type(self).__name__} has no scalar weights from branch to branch")
+
+    def map_constants(self):
+        """The learned constants behind A: a parameter, and the slice that they are of its entries."""
+        raise NotImplementedError(f"{type(self).title or type(self).__name__} has no residual map to learn")
 
 
 def exchange(a, b):
@@ -429,6 +433,9 @@ class HC(Residual):
         beta = self.beta + self.s_out * b.squeeze(-1)  # (B, T, m)
         return alpha, A, beta
 
+    def map_constants(self):
+        return self.A, slice(None)
+
     def init_branch(self, F):
         F.out.weight.mul_(self.m**-0.5)
 
@@ -506,6 +513,9 @@ class MHC(HC):
             logits = [s * part + bias for s, part, bias in zip(self.s, product.split(self.sizes, -1), logits)]
         alpha, A, beta = logits
         return alpha.sigmoid(), self.constrain(A), 2 * beta.sigmoid()
+
+    def map_constants(self):
+        return self.bias, slice(self.m, self.m + self.sizes[1])
 
     def constrain(self, logits):
         """(..., m m) -> A (..., m, m), from a source, its row, to a destination, its column. The matrix of the paper and of

@@ -443,6 +443,31 @@ def build_in(cache):
     return dataset.identity, str(dataset.folder)
 
 
+def test_the_automaton_corpus_is_whole_documents_whose_rounds_can_be_retraced():
+    """F is read off the documents of one round, must permute its second argument, and must then explain all the others."""
+    dataset = data.open_dataset("automaton")
+    windows = dataset.windows("val", 64, 0)
+    rows, F, rounds = windows.batch(0, 600), {}, set()
+    texts = [bytes(row[:63].tolist()).decode() for row in rows]
+    assert (rows[:, 63] == dataset.eot).all() and len(windows) == 3999  # the last document has no next token
+    for text in (text for text in texts if text[0] == "1"):
+        for before, x, y in zip("a" + text[1::2], text[1::2], text[2::2]):
+            assert F.setdefault((before, x), y) == y
+    assert all(sorted(F[before, x] for x in "abcde") == list("abcde") for before in "abcde")
+    assert len({tuple(F[before, x] for x in "abcde") for before in "abcde"}) == 5  # the first argument matters
+    for text in texts:
+        cells = text[1::2]
+        for _ in range(int(text[0])):
+            cells = "".join(F[before, x] for before, x in zip("a" + cells, cells))
+        assert cells == text[2::2]
+        rounds.add(text[0])
+    assert rounds == set("123456") and len(set(texts)) == 600
+    train = dataset.windows("train", 64, 0)
+    assert len(train) == 99_999 and not {bytes(row[:63].tolist()).decode() for row in train.batch(0, 2000)} & set(texts)
+    share = np.bincount(rows[:, 1:63:2].flatten(), minlength=128)[ord("a") : ord("f")] / (600 * 31)
+    assert abs(share - 0.2).max() < 0.02
+
+
 def test_processes_that_build_the_stdlib_corpus_at_once_agree(tmp_path):
     with multiprocessing.get_context("spawn").Pool(4) as pool:
         results = pool.map(build_in, [tmp_path] * 8, chunksize=1)

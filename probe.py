@@ -1,0 +1,1244 @@
+"""
+What the layers of a trained model do: Section 4 of DepthBench (arXiv:2609.32534), and its figures across runs.
+
+    python probe.py out/toy                                       every probe that the rule of the run has an answer to
+    python probe.py out/toy --only=angular,causal                 some of them; a repeated call goes on from what is there
+    python probe.py --figure=2 out/study_*                        loss against aspect ratio; 3: over scales; 12: learning rates
+    python probe.py --figure=5,6,7 out/toy out/toy-preln          the probes of Figures 4 to 10 side by side
+    python probe.py --compare out/toy out/toy-preln               two runs in numbers
+    python probe.py --csv out/study_* > results/study.csv         runs as a table, which --figure reads, too
+
+A probe is a class: `measure` fills a dict of arrays, `draw` makes a picture of them. They go to probe.npz, their summary to
+probe.json, the pictures to PNG files, all in the folder of the run.
+
+A network is a list of blocks, so a model that lacks a layer is another list. What the depth state means is for the rule to
+say: each question goes to the connections (residuals.py), and none asks which rule it is talking to.
+
+Notation
+    z_l      depth state as one vector for each token: z_0 enters layer 0, z_L leaves the last; layers count from 0 here
+    l, s     a layer, a skipped layer
+    k        a branch, as in residuals.py
+"""
+
+import argparse
+import csv
+import hashlib
+import json
+import math
+import statistics
+import sys
+import time
+import zipfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.nn.functional import cross_entropy, normalize
+
+import configs
+import data
+import flops
+import train
+from configs import Mistake, require, suggest
+from residuals import RULES, wide
+
+BATCH = 4  # windows in a forward pass; no number depends on it
+SEED = 42  # of the windows, as in the authors' probes
+TAU_CAUSAL, TAU_PERM = 0.45, 0.15  # Eqs. 6 and 8
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A model, its depth states, and models that lack a layer
+
+
+@dataclass
+class Subject:
+    """What is measured: a model on windows of text, tokens (n, T + 1), which say where documents end."""
+
+    model: torch.nn.Module
+    tokens: torch.Tensor
+    eot: int | None = None
+    tokenizer: object = None  # for the probes that bring their own text
+    examples: int = 0  # of each evaluation set; 0: all
+    sources: dict = field(default_factory=dict)  # of evaluation sets, where they are not those of data.py
+
+    def eval_set(self, task):
+        examples = data.eval_set(self.sources.get(task, task))
+        return examples[: self.examples] if self.examples else examples
+
+    def batches(self, first=0):
+        return self.tokens[first:].split(BATCH)
+
+
+def walk(model, tokens, blocks=None):
+    """The depth states before the first layer, between layers, and after the last: L + 1, in the form that the rule gives them."""
+    states = [model.enter(model.embed(tokens))]
+    for block in model.blocks if blocks is None else blocks:
+        states.append(block(states[-1]))
+    return states
+
+
+def readers(model):
+    """Who reads the L + 1 depth states: the attention of each layer, and last the head."""
+    return [block.attn_residual.reader for block in model.blocks] + [model.reader]
+
+
+def vectors(model, states):
+    """z_0 ... z_L, each (B, T, D). Streams are concatenated; of AttnRes it is the mixture, of Block AttnRes at its boundaries."""
+    return [wide(reader.vector(h)) for reader, h in zip(readers(model), states)]
+
+
+def without(model, s):
+    """The blocks, layer s skipped."""
+    return [block.skip if l == s else block for l, block in enumerate(model.blocks)]
+
+
+def loss(subject, blocks=None):
+    """Mean loss of the next token, in nats, summed in float64."""
+    total = 0.0
+    for batch in subject.batches():
+        logits = wide(subject.model(batch[:, :-1], blocks))
+        total += cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), reduction="none").double().sum().item()
+    return total / subject.tokens[:, 1:].numel()
+
+
+def late_fraction(score, tau):
+    """R: the share of pairs of layers in the last three quarters of the network with a score above tau (Eqs. 5 to 8)."""
+    s, l = np.triu_indices(len(score), 1)
+    late = s >= math.ceil(len(score) / 4)
+    return float((score[s, l][late] > tau).mean()) if late.any() else math.nan
+
+
+def to_numpy(x):
+    return x.detach().double().cpu().numpy()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The probes
+
+
+class Probe:
+    """One analysis. `measure` leaves its result in the dict `out`, and goes on from what it finds there."""
+
+    figure = ""  # of the paper
+    panels = 1
+    default = True  # runs if none is named
+
+    @classmethod
+    def measure(cls, subject, out):
+        """Yields the share that is done, whenever `out` is worth keeping. By default: the mean over tokens of `batch`.
+
+        Raises NotImplementedError if the rule has no answer.
+        """
+        n, done = len(subject.tokens), int(out.get("windows", 0))
+        for batch in subject.batches(done):
+            done += len(batch)
+            for name, value in cls.batch(subject.model, batch[:, :-1], batch[:, 1:]).items():
+                mean = out.get(name, 0.0)
+                out[name] = mean + (to_numpy(value) - mean) * (len(batch) / done)
+            out["windows"] = np.array(done)
+            yield done / n
+
+    @staticmethod
+    def batch(model, tokens, targets):
+        """{name: mean over the tokens}"""
+
+    @staticmethod
+    def summary(out):
+        """{name: number} for probe.json and the terminal."""
+        return {}
+
+    @staticmethod
+    def draw(axes, out):
+        """Draw the result on a list of `panels` axes."""
+
+
+class Angular(Probe):
+    """d(z_i, z_j) = arccos(cos(z_i, z_j)) / pi, the mean over tokens of the angles (Eq. 2, Figure 5)."""
+
+    figure = "5"
+
+    @staticmethod
+    def batch(model, tokens, targets):
+        z = torch.stack(vectors(model, walk(model, tokens)))  # (L + 1, B, T, D)
+        total = 0
+        for window in z.unbind(1):  # one at a time, as they are large in float64
+            window = normalize(window.double(), dim=-1)
+            total = total + torch.einsum("itd,jtd->ijt", window, window).clamp(-1, 1).arccos().mean(-1) / math.pi
+        return {"distance": total.fill_diagonal_(0) / z.shape[1]}
+
+    @staticmethod
+    def summary(out):
+        steps = np.diagonal(out["distance"], 1)
+        return {"angle_first": steps[0], "angle_late": steps[len(steps) // 4 :].mean()}
+
+    @staticmethod
+    def draw(axes, out):
+        distance = out["distance"]
+        L = len(distance) - 1
+        layout = np.full((L, L), np.nan)  # row n - 1, column l: d(z_l, z_{l+n})
+        for n in range(1, L + 1):
+            layout[n - 1, : L + 1 - n] = np.diagonal(distance, n)
+        heat(axes[0], layout, "viridis_r", "angular distance", low=0)
+        axes[0].set(xlabel="layer l", ylabel="n layers later")
+        whole_ticks(axes[0].yaxis, L, first=1)
+        axes[0].set_title("d(z_l, z_l+n)", fontsize=9)
+
+
+class Causal(Probe):
+    """C(s, l) = |u_l - u_l without layer s| / |u_l|,   u_l = z_{l+1} - z_l, the mean over tokens of the ratios (Eq. 3, Figure 6b)."""
+
+    figure = "6"
+
+    @staticmethod
+    def batch(model, tokens, targets):
+        L = len(model.blocks)
+        states = walk(model, tokens)
+        z = vectors(model, states)
+        updates = [after - before for before, after in zip(z, z[1:])]
+        score = torch.zeros(L, L, dtype=torch.float64)
+        for s in range(L - 1):
+            rest = [model.blocks[s].skip(states[s])]
+            for block in model.blocks[s + 1 :]:
+                rest.append(block(rest[-1]))
+            z = [wide(reader.vector(h)) for reader, h in zip(readers(model)[s + 1 :], rest)]
+            for l in range(s + 1, L):
+                change = (z[l - s] - z[l - s - 1] - updates[l]).norm(dim=-1)
+                score[s, l] = (change / updates[l].norm(dim=-1).clamp(min=1e-8)).double().mean()
+        return {"score": score}
+
+    @staticmethod
+    def summary(out):
+        return {"R_causal": late_fraction(out["score"], TAU_CAUSAL)}
+
+    @staticmethod
+    def draw(axes, out):
+        score = upper(out["score"])
+        heat(axes[0], score, "magma_r", "causal score", low=0, high=np.nanpercentile(score, 99))
+        axes[0].set(xlabel="layer l", ylabel="skipped layer s")
+        axes[0].set_title(share_text("R_causal", out["score"], TAU_CAUSAL), fontsize=9)
+
+
+class Permutation(Probe):
+    """P(i, j) = |loss with layers i and j exchanged - loss| / loss (Eq. 4, Figure 6d)."""
+
+    figure = "6"
+
+    @classmethod
+    def measure(cls, subject, out):
+        model = subject.model
+        L = len(model.blocks)
+        swap = type(model.blocks[0].attn_residual).swap
+        if "score" not in out:
+            out["base"] = np.array(loss(subject))
+            out["score"] = np.where(np.triu(np.ones((L, L)), 1), np.nan, 0)
+        for i, j in zip(*np.nonzero(np.isnan(out["score"]))):
+            swap(model, i, j)
+            try:
+                swapped = loss(subject)
+            finally:
+                swap(model, i, j)
+            out["score"][i, j] = abs(swapped - out["base"]) / out["base"]
+            yield 1 - np.isnan(out["score"]).sum() / (L * (L - 1) / 2)
+
+    @staticmethod
+    def summary(out):
+        return {"R_perm": late_fraction(out["score"], TAU_PERM)}
+
+    @staticmethod
+    def draw(axes, out):
+        score = upper(out["score"])
+        heat(axes[0], score, "magma_r", "permutation score", low=0, high=np.nanpercentile(score, 95))
+        axes[0].set(xlabel="layer j", ylabel="layer i")
+        axes[0].set_title(share_text("R_perm", out["score"], TAU_PERM), fontsize=9)
+
+
+class Paths(Probe):
+    """w(i -> k) = beta_i^T A_{i+1} ... A_{k-1} alpha_k: the weight of source i in what branch k reads, before its norm (Figure 7).
+
+    Source 0 is the embedding, source i the output of branch i - 1. `spread` is the standard deviation over tokens.
+    """
+
+    figure = "7"
+
+    @classmethod
+    def measure(cls, subject, out):
+        yield from super().measure(subject, out)
+        out["spread"] = np.sqrt(np.maximum(out["square"] - out["weight"] ** 2, 0))
+
+    @staticmethod
+    def batch(model, tokens, targets):
+        h = model.enter(model.embed(tokens))
+        n = 2 * len(model.blocks)
+        mean, square = torch.zeros(2, n, n, dtype=torch.float64)
+        paths = None  # (sources, B, T, slots): how much of each source is in each slot of the depth state
+        for k, (residual, F) in enumerate(model.branches()):
+            alpha, A, beta = (c.double() for c in residual.route(h))
+            if paths is None:
+                paths = alpha.new_ones(1, *tokens.shape, A.shape[-2])  # the embedding enters every slot
+            w = (paths * alpha).sum(-1)
+            mean[: k + 1, k], square[: k + 1, k] = w.mean((1, 2)), w.square().mean((1, 2))
+            paths = (paths.unsqueeze(-2) @ A).squeeze(-2)
+            paths = torch.cat([paths, beta.expand(1, *paths.shape[1:])])
+            h = residual(h, F)
+        return {"weight": mean, "square": square}
+
+    @staticmethod
+    def draw(axes, out):
+        weight = out["weight"]
+        n = len(weight)
+        weight = np.where(np.triu(np.ones((n, n))), weight, np.nan)
+        high = np.nanmax(np.abs(weight))
+        heat(axes[0], weight, "RdBu_r", "path weight", low=-high, high=high)
+        axes[0].set(xlabel="reading branch k", ylabel="source i (0: the embedding)")
+
+
+class Pruning(Probe):
+    """The loss without one layer, for each of them, the last too (Figure 8a, by loss)."""
+
+    figure = "8"
+
+    @classmethod
+    def measure(cls, subject, out):
+        L = len(subject.model.blocks)
+        if "loss" not in out:
+            out["base"], out["loss"] = np.array(loss(subject)), np.full(L, np.nan)
+        for s in np.flatnonzero(np.isnan(out["loss"])):
+            out["loss"][s] = loss(subject, without(subject.model, s))
+            yield 1 - np.isnan(out["loss"]).mean()
+
+    @staticmethod
+    def summary(out):
+        change = out["loss"] - out["base"]
+        return {"loss_windows": out["base"], "pruning_most": change.max(), "pruning_least": change.min()}
+
+    @staticmethod
+    def draw(axes, out):
+        bars(axes[0], out["loss"] - out["base"])
+        axes[0].set(xlabel="removed layer", ylabel="change of the loss (nats per token)")
+
+
+class Arc(Probe):
+    """ARC-Easy without one layer: the accuracy of the answer with the highest log-likelihood per character (Figure 8a)."""
+
+    figure, default = "8", False
+
+    @classmethod
+    def measure(cls, subject, out):
+        L = len(subject.model.blocks)
+        if "accuracy" not in out:
+            out["base"], out["accuracy"] = np.array(cls.accuracy(subject)), np.full(L, np.nan)
+        for s in np.flatnonzero(np.isnan(out["accuracy"])):
+            out["accuracy"][s] = cls.accuracy(subject, without(subject.model, s))
+            yield 1 - np.isnan(out["accuracy"]).mean()
+
+    @staticmethod
+    def accuracy(subject, blocks=None):
+        examples = subject.eval_set("arc-easy")
+        answers = [(n, target) for n, example in enumerate(examples) for target in example.targets]
+        pairs = [data.encode_pair(subject.tokenizer, examples[n].context, target) for n, target in answers]
+        nll = continuation_nll(subject.model, pairs, blocks)
+        each = [[] for _ in examples]
+        for (n, target), value in zip(answers, nll):
+            each[n].append(value / len(target.lstrip()))  # without the space before it, as lm-eval counts
+        return statistics.mean(int(np.argmin(values)) == example.gold for values, example in zip(each, examples))
+
+    @staticmethod
+    def summary(out):
+        return {"arc_easy": out["base"]}
+
+    @staticmethod
+    def draw(axes, out):
+        bars(axes[0], 100 * (out["accuracy"] - out["base"]))
+        axes[0].set(xlabel="removed layer", ylabel="change of ARC-Easy (points)")
+
+
+class Lens(Probe):
+    """KL(p_L || p_l), p_l what the head predicts from what is read of depth state l (Figure 8b); `loss` is that of p_l."""
+
+    figure = "8"
+
+    @staticmethod
+    def batch(model, tokens, targets):
+        def log_p(reader, h):
+            return wide(model.head(model.reader.norm(reader.read(h)))).log_softmax(-1)
+
+        states = walk(model, tokens)
+        final, kl, early = log_p(model.reader, states[-1]), [], []
+        for reader, h in zip(readers(model), states):
+            q = log_p(reader, h)
+            kl.append((final.exp() * (final - q)).sum(-1).double().mean())
+            early.append(-q.gather(-1, targets.unsqueeze(-1)).double().mean())
+        return {"kl": torch.stack(kl), "loss": torch.stack(early)}
+
+    @staticmethod
+    def summary(out):
+        return {"kl_middle": out["kl"][len(out["kl"]) // 2]}
+
+    @staticmethod
+    def draw(axes, out):
+        axes[0].plot(out["kl"], "o-", color="tab:blue", markersize=4)
+        axes[0].set(xlabel="depth state l", ylabel="KL(final || l) (nats)", ylim=(0, None))
+        axes[0].grid(alpha=0.3)
+        whole_ticks(axes[0].xaxis, len(out["kl"]))
+
+
+class Share(Probe):
+    """The weight that each mixture gives its newest source, the running sum of Block AttnRes, and the others (Eq. 9, Figure 9).
+
+    Entry k is what branch k reads, the last what the head does; `opens` marks the branches that begin a block.
+    """
+
+    figure = "9"
+
+    @staticmethod
+    def batch(model, tokens, targets):
+        h, shares, opens = model.enter(model.embed(tokens)), [], []
+        for residual, F in model.branches():
+            shares.append(residual.reader.weights(h))
+            before, h = len(h), residual(h, F)
+            opens.append(float(len(h) > before))
+        shares.append(model.reader.weights(h))
+        newest = torch.stack([p[..., -1].double().mean() for p in shares])
+        others = torch.stack([p[..., :-1].double().sum(-1).mean() for p in shares])
+        return {"newest": newest, "others": others, "opens": torch.tensor([*opens, 0.0])}
+
+    @staticmethod
+    def summary(out):
+        return {"running_sum_mean": out["newest"][1:].mean()}
+
+    @staticmethod
+    def draw(axes, out):
+        ax, k = axes[0], np.arange(len(out["newest"]))
+        ax.bar(k, out["newest"], color="tab:green", label="newest source (running sum)")
+        ax.bar(k, out["others"], bottom=out["newest"], color="lightgrey", label="earlier sources")
+        if not out["opens"][:-1].all():
+            for at in np.flatnonzero(out["opens"]):
+                ax.axvline(at - 0.5, color="black", linestyle="--", linewidth=0.8)
+        ax.set(xlabel="branch k (last: the head)", ylabel="share of the mixture", ylim=(0, 1))
+        ax.legend(fontsize=7, loc="lower right")
+        whole_ticks(ax.xaxis, len(k))
+
+
+class Transport(Probe):
+    """The product P_k = A_0 A_1 ... A_k of the residual maps of m streams, for each token (Figure 10).
+
+    rank: the effective rank of P_k, with a 95 % interval from resampling documents. Of the product over all branches: the
+    |cos| between its rows, the directions into which the streams have been carried, and its singular values over the largest.
+    """
+
+    figure, panels = "10", 3
+    RESAMPLES = 1000
+
+    @classmethod
+    def measure(cls, subject, out):
+        n, done = len(subject.tokens), int(out.get("windows", 0))
+        for batch in subject.batches(done):
+            rank, cosine, singular = cls.products(subject.model, batch[:, :-1])
+            values = torch.cat([rank, cosine.flatten(2), singular], -1)  # (B, T, 2L + m m + m)
+            for window, value in zip(batch, values):
+                for part in documents(window[:-1], subject.eot):
+                    row = np.append(to_numpy(value[part].sum(0)), len(value[part]))
+                    out["documents"] = np.concatenate([out.get("documents", np.empty((0, len(row)))), row[None]])
+            done += len(batch)
+            out["windows"] = np.array(done)
+            yield done / n
+        cls.finish(out, 2 * len(subject.model.blocks), singular.shape[-1])
+
+    @staticmethod
+    def products(model, tokens):
+        """rank (B, T, 2L), cosine (B, T, m, m), singular (B, T, m)"""
+        h, P, rank = model.enter(model.embed(tokens)), None, []
+        for residual, F in model.branches():
+            _, A, _ = residual.route(h)
+            m = A.shape[-1]
+            if m == 1 or A.shape[-2] != m or (P is not None and P.shape[-1] != m):
+                raise NotImplementedError(f"{residual.title} does not carry several streams from branch to branch")
+            A = A.double().expand(*tokens.shape, m, m)
+            P = A if P is None else P @ A
+            sigma = torch.linalg.svdvals(P)
+            rank.append(effective_rank(sigma))
+            h = residual(h, F)
+        rows = normalize(P, dim=-1)
+        return torch.stack(rank, -1), (rows @ rows.mT).abs(), sigma / sigma[..., :1]
+
+    @classmethod
+    def finish(cls, out, n, m):
+        """Means over tokens; resampled documents bring their tokens with them."""
+        sums, tokens = out["documents"][:, :-1], out["documents"][:, -1]
+        chosen = np.random.default_rng(SEED).integers(len(sums), size=(cls.RESAMPLES, len(sums)))
+        resampled = np.stack([sums[rows].sum(0) / tokens[rows].sum() for rows in chosen])
+        low, high = np.quantile(resampled, [0.025, 0.975], axis=0)
+        for name, values in ("", sums.sum(0) / tokens.sum()), ("_low", low), ("_high", high):
+            out["rank" + name], out["cosine" + name], out["singular" + name] = np.split(values, [n, n + m * m])
+            out["cosine" + name] = out["cosine" + name].reshape(m, m)
+
+    @staticmethod
+    def summary(out):
+        return {f"effective_rank{end}": out["rank" + end][-1] for end in ("", "_low", "_high")}
+
+    @staticmethod
+    def draw(axes, out):
+        k, m = np.arange(1, len(out["rank"]) + 1), len(out["singular"])
+        axes[0].plot(k, out["rank"], color="tab:blue")
+        axes[0].fill_between(k, out["rank_low"], out["rank_high"], color="tab:blue", alpha=0.3)
+        axes[0].set(xlabel="branches passed", ylabel="effective rank", ylim=(1, m * 1.02))
+        axes[0].grid(alpha=0.3)
+        heat(axes[1], out["cosine"], "viridis", "|cos|", low=0, high=1)
+        axes[1].set(xlabel="stream", ylabel="stream")
+        error = np.abs(np.stack([out["singular_low"], out["singular_high"]]) - out["singular"])
+        axes[2].errorbar(np.arange(m), out["singular"], error, fmt="o-", color="tab:blue", capsize=3)
+        axes[2].set(xlabel="singular value", ylabel="over the largest", ylim=(0, 1.05))
+        whole_ticks(axes[2].xaxis, m, first=1)
+        axes[2].grid(alpha=0.3)
+
+
+def effective_rank(sigma):
+    """exp of the entropy of sigma / sum sigma: (..., m) -> (...)."""
+    p = sigma / sigma.sum(-1, keepdim=True)
+    return torch.special.entr(p).sum(-1).exp()
+
+
+def documents(ids, eot):
+    """The slices of ids (T,) that belong to different documents; an end-of-text id is its document's last."""
+    ends = [] if eot is None else (torch.nonzero(ids == eot).flatten() + 1).tolist()
+    borders = sorted({0, *ends, len(ids)})
+    return [slice(a, b) for a, b in zip(borders, borders[1:])]
+
+
+class Health(Probe):
+    """Whether the routing of streams is alive. For each branch: how far row and column sums of A are from one, the largest of
+    a token; the share of |A| off the diagonal; the gradient that reaches the constants behind A, which a frozen mixer has not.
+    """
+
+    panels = 3
+
+    @classmethod
+    def measure(cls, subject, out):
+        if "gradient" not in out:
+            out["gradient"] = cls.gradient(subject)
+        yield from super().measure(subject, out)
+
+    @staticmethod
+    def gradient(subject):
+        model, total = subject.model, None
+        constants = [residual.map_constants() for residual, _ in model.branches()]  # (parameter, its part)
+        for batch in subject.batches():
+            with torch.enable_grad():
+                logits = wide(model(batch[:, :-1]))
+                mean = cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten()) * (len(batch) / len(subject.tokens))
+                found = torch.autograd.grad(mean, [p for p, _ in constants])
+            parts = [g.flatten()[part].double() for g, (_, part) in zip(found, constants)]
+            total = parts if total is None else [a + b for a, b in zip(total, parts)]
+        return np.array([g.norm().item() for g in total])
+
+    @staticmethod
+    def batch(model, tokens, targets):
+        h, found = model.enter(model.embed(tokens)), []
+        for residual, F in model.branches():
+            A = residual.route(h)[1].double()
+            size = A.abs().sum((-1, -2))
+            diagonal = A.diagonal(dim1=-1, dim2=-2).abs().sum(-1)
+            found.append([x.mean() for x in ((A.sum(-1) - 1).abs().amax(-1), (A.sum(-2) - 1).abs().amax(-1), 1 - diagonal / size)])
+            h = residual(h, F)
+        rows, columns, off_diagonal = map(torch.stack, zip(*found))
+        return {"rows": rows, "columns": columns, "off_diagonal": off_diagonal}
+
+    @staticmethod
+    def summary(out):
+        return {"row_sums_off": out["rows"].max(), "column_sums_off": out["columns"].max(), "off_diagonal": out["off_diagonal"].mean()}
+
+    @staticmethod
+    def draw(axes, out):
+        for name, style in ("rows", "o-"), ("columns", "s--"):
+            axes[0].semilogy(np.maximum(out[name], 1e-9), style, markersize=3, label=name)
+        axes[0].set(ylabel="|sum - 1|")
+        axes[0].legend(fontsize=8)
+        axes[1].plot(out["off_diagonal"], "o-", markersize=3)
+        axes[1].set(ylabel="share of |A| off the diagonal", ylim=(0, None))
+        axes[2].semilogy(np.maximum(out["gradient"], 1e-12), "o-", markersize=3)
+        axes[2].set(ylabel="gradient of the constants behind A")
+        for ax in axes:
+            ax.set_xlabel("branch k")
+            ax.grid(alpha=0.3)
+
+
+class NLL(Probe):
+    """Teacher-forced loss on six tasks: over all target tokens of a task, and the plain mean of two tasks (Figure 4)."""
+
+    figure, default = "4", False
+    CATEGORIES = {"coding": ("mbpp", "humaneval"), "STEM": ("sciq", "gpqa"), "math": ("gsm8k", "math-500")}
+    TASKS = tuple(task for tasks in CATEGORIES.values() for task in tasks)
+
+    @classmethod
+    def measure(cls, subject, out):
+        model, n = subject.model, len(cls.TASKS)
+        if "nll" not in out:
+            out["nll"], out["tokens"], out["left_out"] = np.full(n, np.nan), np.zeros(n), np.zeros(n)
+        for i, task in enumerate(cls.TASKS):
+            if not out["tokens"][i]:
+                try:
+                    examples = subject.eval_set(task)
+                except Mistake as mistake:
+                    print(f"nll: {mistake}", file=sys.stderr)
+                    continue
+                pairs = [data.encode_pair(subject.tokenizer, example.context, example.targets[0]) for example in examples]
+                fitting = [pair for pair in pairs if len(pair[1]) <= model.seq_len]
+                out["left_out"][i] = len(pairs) - len(fitting)
+                if fitting:
+                    out["tokens"][i] = sum(len(target) for _, target in fitting)
+                    out["nll"][i] = continuation_nll(model, fitting).sum() / out["tokens"][i]
+            yield (i + 1) / n
+
+    @classmethod
+    def summary(cls, out):
+        tasks = dict(zip(cls.TASKS, out["nll"]))
+        means = {name: np.mean([tasks[task] for task in pair]) for name, pair in cls.CATEGORIES.items()}
+        left = {f"{task}_left_out": n for task, n in zip(cls.TASKS, out["left_out"]) if n}  # their targets are longer than the context
+        return {f"nll_{name}": value for name, value in (tasks | means | left).items() if not np.isnan(value)}
+
+    @classmethod
+    def draw(cls, axes, out):
+        axes[0].bar(cls.TASKS, out["nll"], color="tab:blue")
+        axes[0].set(ylabel="NLL (nats per token)")
+        axes[0].tick_params("x", rotation=30)
+
+
+def continuation_nll(model, pairs, blocks=None):
+    """-log p of the target after the context, for pairs of lists of ids, summed over the target: float64 (n,).
+
+    A context is cut on the left to what the model can see; a target that is too long alone raises Mistake.
+    """
+    result, T, device = np.zeros(len(pairs)), model.seq_len, model.head.weight.device
+    longest = max(len(target) for _, target in pairs)
+    require(longest <= T, f"a target of {longest} tokens is longer than the {T} that the model can see")
+    order = sorted(range(len(pairs)), key=lambda n: len(pairs[n][0]) + len(pairs[n][1]))
+    while order:
+        longest = min(T + 1, sum(map(len, pairs[order[-1]])))
+        rows = [order.pop() for _ in range(min(len(order), max(1, 4096 // longest)))]
+        ids = [(list(context) + list(target))[-(T + 1) :] for context, target in (pairs[n] for n in rows)]
+        batch = torch.tensor([row + [0] * (longest - len(row)) for row in ids], device=device)  # causal: what follows is not seen
+        losses = cross_entropy(wide(model(batch[:, :-1], blocks)).mT, batch[:, 1:], reduction="none").double()
+        for n, row, line in zip(rows, ids, losses):
+            result[n] = line[len(row) - 1 - len(pairs[n][1]) : len(row) - 1].sum().item()
+    return result
+
+
+class Layers(Probe):
+    """What `train.py --layer_stats` has left in layers.jsonl: size of stream and update, and gradient of each layer, over the steps."""
+
+    panels = 4
+
+    @classmethod
+    def measure(cls, subject, out):
+        raise NotImplementedError("no layers.jsonl in this run; `train.py --layer_stats=10` writes it")
+        yield
+
+    @staticmethod
+    def read(path):
+        records = [json.loads(line) for line in path.read_text().splitlines()]
+        return {key: np.array([record[key] for record in records]) for key in records[0]}
+
+    @staticmethod
+    def summary(out):
+        return {"largest_gain": out["gain"].max()}
+
+    @staticmethod
+    def draw(axes, out):
+        units = {"stream": "RMS of z_l", "update": "RMS of z_l+1 - z_l", "gain": "RMS of z_l+1 over z_l", "gradient": "gradient norm"}
+        for ax, (key, label) in zip(axes, units.items()):
+            heat(ax, np.log10(np.maximum(out[key].T, 1e-12)), "viridis", f"log10 {label}")
+            ax.set(xlabel=f"step (of {len(out['step'])} measured)", ylabel="layer l")
+
+
+PROBES = {
+    "angular": Angular,
+    "causal": Causal,
+    "permutation": Permutation,
+    "paths": Paths,
+    "pruning": Pruning,
+    "arc": Arc,
+    "lens": Lens,
+    "share": Share,
+    "transport": Transport,
+    "health": Health,
+    "nll": NLL,
+    "layers": Layers,
+}
+
+
+def measure(name, model, tokens, **about):
+    """The result of a probe as a dict of arrays. tokens (n, T + 1). Raises NotImplementedError if the rule has no answer."""
+    out = {}
+    with torch.no_grad():
+        for _ in PROBES[name].measure(Subject(model, tokens, **about), out):
+            pass
+    return out
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pictures
+
+
+def pyplot():
+    import matplotlib
+
+    matplotlib.use("Agg")  # no display needed
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+def heat(ax, values, colours, label, low=None, high=None):
+    if high is not None and not high > (low or 0):
+        high = (low or 0) + 1e-9  # all zero: still a picture
+    image = ax.imshow(values, cmap=colours, vmin=low, vmax=high, aspect="auto", interpolation="nearest")
+    ax.figure.colorbar(image, ax=ax, label=label)
+    for axis, n in (ax.xaxis, values.shape[1]), (ax.yaxis, values.shape[0]):
+        whole_ticks(axis, n)
+
+
+def whole_ticks(axis, n, first=0):
+    """At most nine for n places, which are numbered from `first` on."""
+    places = range(0, n, math.ceil(n / 9))
+    axis.set_ticks(list(places), [str(place + first) for place in places])
+
+
+def upper(score):
+    return np.where(np.triu(np.ones(score.shape), 1), score, np.nan)
+
+
+def share_text(name, score, tau):
+    share = late_fraction(score, tau)
+    return f"{name} n/a" if math.isnan(share) else f"{name} {share:.0%}"
+
+
+def bars(ax, values):
+    ax.bar(np.arange(len(values)), values, color="tab:blue")
+    ax.axhline(0, color="black", linewidth=0.8)
+    whole_ticks(ax.xaxis, len(values))
+
+
+STYLES = {  # colours that colour-blind readers can tell apart, and markers for print in grey; a family shares its hue
+    "preln": ("black", "o"),
+    "postln": ("#7f7f7f", "h"),
+    "sandwichln": ("#999933", "^"),
+    "lns": ("#117733", "v"),
+    "deepnorm": ("#44aa99", "<"),
+    "keel": ("#882255", ">"),
+    "layerrope": ("#ddaa33", "P"),
+    "hc": ("#d55e00", "D"),
+    "mhc": ("#e69f00", "d"),
+    "fullattnres": ("#0072b2", "s"),
+    "blockattnres": ("#56b4e9", "*"),
+    "moda": ("#cc79a7", "X"),
+    "mixln": ("#661100", "p"),
+    "rezero": ("#aa4499", "H"),
+    "layerscale": ("#6699cc", "8"),
+    "denseformer": ("#888888", "."),
+}
+
+
+def style(residual):
+    """Colour, marker and label of a rule, in all figures the same; options change the line."""
+    key, _, options = residual.partition(":")
+    colour, marker = STYLES.get(key, ("#444444", "+"))
+    title = RULES[key].title if key in RULES else key
+    return dict(color=colour, marker=marker, linestyle="--" if options else "-", label=f"{title} {options}".strip())
+
+
+def order(residual):
+    """Rules come in the order of RULES."""
+    key = residual.split(":")[0]
+    return list(RULES).index(key) if key in RULES else len(RULES), residual
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One run
+
+
+class Results:
+    """probe.npz and probe.json of a run: the arrays of each probe, and what they were measured on."""
+
+    def __init__(self, folder):
+        self.folder, self.arrays, self.about = folder, {}, {}
+        try:
+            self.about = json.loads((folder / "probe.json").read_text())
+            with np.load(folder / "probe.npz") as file:
+                for key in file:
+                    name, _, array = key.partition("/")
+                    self.arrays.setdefault(name, {})[array] = file[key]
+        except FileNotFoundError:
+            pass
+        except (ValueError, OSError, EOFError, zipfile.BadZipFile):
+            self.arrays, self.about = {}, {}  # cut short by a kill; measured anew
+
+    def start(self, name, settings):
+        """The arrays of a probe to go on with: those there are, if they were measured on the same."""
+        if self.about.get(name, {}).get("settings") != settings:
+            self.arrays[name], self.about[name] = {}, {"settings": settings, "done": False}
+        return self.arrays[name]
+
+    def save(self):
+        """The numbers first: a kill between the two leaves a probe that is not done, never one that is not there."""
+        neighbour = self.folder / "probe.new.npz"
+        np.savez(neighbour, **{f"{name}/{key}": value for name, out in self.arrays.items() for key, value in out.items()})
+        neighbour.replace(self.folder / "probe.npz")
+        neighbour = self.folder / "probe.json.new"
+        neighbour.write_text(json.dumps(self.about, indent=1) + "\n")
+        neighbour.replace(self.folder / "probe.json")
+
+
+def probe_run(path, args):
+    """Measure and draw the chosen probes of the run in a folder. Raises Mistake."""
+    folder, names = checkpoint_of(path).parent, chosen(args.only)
+    model, cfg = train.load_model(checkpoint_of(path))
+    device = train.Ranks(args.device).device
+    model.to(device).eval()
+    dataset = data.open_dataset(cfg.data)
+    length = args.length or min(512, cfg.seq_len)
+    require(length <= cfg.seq_len, f"--length={length} is more than the {cfg.seq_len} tokens that {cfg.name} was made for")
+    windows = dataset.windows("val", length, SEED)
+    n = min(args.windows, len(windows))
+    tokens = torch.from_numpy(windows.batch(0, n)).to(device)
+    settings = {"weights": weights_hash(model), "data": dataset.identity}
+    print(f"{cfg.name}: {cfg.residual}, {cfg.n_layer} layers of width {cfg.d_model}, on {n} windows of {length} tokens of {dataset.name}")
+    results, problems = Results(folder), {}
+    for name in names:
+        sources = {source.partition("=")[0]: source for source in args.tasks.split(",") if source}
+        subject = Subject(model, tokens, dataset.eot, examples=args.examples, sources=sources)
+        own_text = name in ("arc", "nll")
+        try:
+            if own_text:
+                subject.tokenizer = dataset.load_tokenizer()
+            about = {"examples": args.examples, "tasks": args.tasks} if own_text else {"windows": n, "length": length}
+            run_probe(name, folder, subject, results, settings | about)
+        except (NotImplementedError, Mistake) as reason:
+            results.arrays.pop(name, None)
+            results.about.pop(name, None)
+            problems[name] = str(reason)
+    for name, problem in problems.items():
+        print(f"{name:12} n/a: {problem}")
+    if args.only and len(problems) == len(names):
+        raise Mistake(f"nothing was measured: {names[0]} is not for this run")
+
+
+def run_probe(name, folder, subject, results, settings):
+    """Go on with one probe to its end; what is there is kept every few seconds, and when it is interrupted."""
+    probe, log = PROBES[name], folder / "layers.jsonl"
+    if probe is Layers and log.exists():
+        settings = {"size": log.stat().st_size}
+    out, begun, saved = results.start(name, settings), time.perf_counter(), time.perf_counter()
+    first = None
+    if not results.about[name]["done"]:
+        try:
+            with torch.no_grad():
+                if probe is Layers and log.exists():
+                    out.update(Layers.read(log))
+                else:
+                    for done in probe.measure(subject, out):
+                        now, first = time.perf_counter(), done if first is None else first
+                        left = (now - begun) * (1 - done) / done if done == first else (now - begun) * (1 - done) / (done - first)
+                        show(f"{name:12} {done:4.0%}  {train.duration(left)} left")
+                        if now - saved > 10:
+                            results.save()
+                            saved = time.perf_counter()
+        except KeyboardInterrupt:
+            results.save()
+            print(f"\ninterrupted; {folder}/probe.npz keeps what is measured, and the same command goes on")
+            raise
+        results.about[name] |= {"done": True, "summary": {key: float(value) for key, value in probe.summary(out).items()}}
+        results.save()
+    draw_run(folder, name, out)
+    numbers = "  ".join(f"{key} {value:.4g}" for key, value in results.about[name]["summary"].items())
+    show(f"{name:12} {folder / name}.png  {numbers}", end="\n")
+
+
+def show(text, end=""):
+    """A line that the next one overwrites; where nobody watches, only those that stay."""
+    if sys.stdout.isatty():
+        print("\r\033[K" + text, end=end, flush=True)
+    elif end:
+        print(text, flush=True)
+
+
+def checkpoint_of(path):
+    path = Path(path)
+    checkpoint = path / "checkpoint.pt" if path.is_dir() else path
+    if not checkpoint.is_file():
+        near = suggest(str(path), map(str, Path("out").glob("*")))
+        raise Mistake(f"no run in {path}{near or '; `python train.py configs/toy.py` makes out/toy'}")
+    return checkpoint
+
+
+def chosen(only):
+    names = [name for name, probe in PROBES.items() if probe.default] if only is None else only.split(",")
+    for name in names:
+        require(name in PROBES, f"--only={name}: no such probe{suggest(name, PROBES)} (there are {', '.join(PROBES)})")
+    return names
+
+
+def weights_hash(model):
+    digest = hashlib.sha256()
+    for p in model.parameters():
+        digest.update(p.detach().cpu().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()[:16]
+
+
+def draw_run(folder, name, out):
+    plt, probe = pyplot(), PROBES[name]
+    figure, axes = plt.subplots(1, probe.panels, figsize=(5.2 * probe.panels, 4), layout="constrained", squeeze=False)
+    probe.draw(axes[0], out)
+    figure.suptitle(f"{folder.name}: {name}", fontsize=11)
+    figure.savefig(folder / f"{name}.png", dpi=120)
+    plt.close(figure)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Across runs
+
+PUBLISHED = {  # Figure 2a,b: the validation losses that the authors' project page gives, one seed, at the shapes of flops.SHAPES
+    "preln": (2.759, 2.759, 2.765, 2.774, 2.782),
+    "sandwichln": (2.765, 2.754, 2.757, 2.757, 2.766),
+    "lns": (2.749, 2.737, 2.740, 2.740, 2.739),
+    "deepnorm": (2.790, 2.779, 2.796, 2.792, 2.798),
+    "keel": (2.781, 2.768, 2.767, 2.771, 2.775),
+    "hc": (2.729, 2.716, 2.702, 2.714, 2.700, 2.691, 2.682),
+    "mhc": (2.720, 2.720, 2.710, 2.727, 2.721),
+    "fullattnres": (2.751, 2.728, 2.726, 2.722, 2.718, 2.708, 2.702),
+    "blockattnres": (2.734, 2.716, 2.719, 2.726, 2.730),
+    "moda": (2.753, 2.746, 2.764, 2.761, 2.780),
+}
+COLUMNS = "name residual n_layer d_model lr seed max_steps tokens data backbone val_loss step_seconds".split()
+
+
+def read_runs(paths):
+    """Folders of runs and .csv files -> rows, one for each run that is complete; the others are named on the terminal. Raises Mistake."""
+    rows = {}
+    for path in map(Path, paths):
+        for row in read_csv(path) if path.suffix == ".csv" else [read_run(path)]:
+            if row:
+                rows[row["name"]] = row
+    require(rows or not paths, "none of these runs is complete; the same `python train.py` command goes on with one")
+    return list(rows.values())
+
+
+def read_csv(path):
+    try:
+        with open(path, newline="") as file:
+            return [{key: number(value) for key, value in row.items()} for row in csv.DictReader(file)]
+    except OSError as error:
+        raise Mistake(f"{path}: {error.strerror}") from None
+
+
+def number(text):
+    for kind in int, float:
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text
+
+
+def read_run(folder):
+    """A row, or None for a run that has not reached its last step."""
+    try:
+        cfg = configs.TrainConfig(**json.loads((folder / "config.json").read_text()))
+    except (OSError, ValueError, TypeError):
+        raise Mistake(f"no run in {folder}: a run has a config.json; `python train.py CONFIG` makes one in out/") from None
+    records = train.read_log(folder / "log.jsonl")
+    if not records or records[-1]["step"] < cfg.max_steps or "val_loss" not in records[-1]:
+        print(f"{folder}: not complete, left out", file=sys.stderr)
+        return None
+    seconds = statistics.median(record["seconds"] for record in records)
+    about = {"tokens": flops.tokens(cfg), "backbone": backbone(cfg), "val_loss": records[-1]["val_loss"], "step_seconds": round(seconds, 4)}
+    row = vars(cfg) | about
+    return {key: row[key] for key in COLUMNS}
+
+
+def backbone(cfg):
+    try:
+        return flops.params(cfg)["backbone"]
+    except Mistake:  # a reader's own rule
+        return ""
+
+
+def cells(rows):
+    """{(residual, n_layer, d_model): {seed: loss}} at the learning rate with the most seeds, of these the one with the least mean."""
+    rates = {}
+    for row in rows:
+        cell = row["residual"], row["n_layer"], row["d_model"]
+        rates.setdefault(cell, {}).setdefault(row["lr"], {})[row["seed"]] = row["val_loss"]
+    best = {cell: min(by_lr.values(), key=lambda seeds: (-len(seeds), statistics.mean(seeds.values()))) for cell, by_lr in rates.items()}
+    return dict(sorted(best.items(), key=lambda item: (order(item[0][0]), item[0][1:])))
+
+
+def curves(ax, rows):
+    """Loss against aspect ratio, a line for each rule with a band of one standard deviation over the seeds."""
+    found = cells(rows)
+    for rule in dict.fromkeys(residual for residual, _, _ in found):
+        points = sorted((d / L, list(seeds.values())) for (residual, L, d), seeds in found.items() if residual == rule)
+        x, means = [ratio for ratio, _ in points], [statistics.mean(losses) for _, losses in points]
+        spread = [statistics.stdev(losses) if len(losses) > 1 else 0 for _, losses in points]
+        look = style(rule)
+        ax.plot(x, means, **look, markersize=6)
+        ax.fill_between(x, np.subtract(means, spread), np.add(means, spread), color=look["color"], alpha=0.15, linewidth=0)
+    aspect_axis(ax, {(L, d) for _, L, d in found})
+
+
+def published(ax, rules):
+    for rule in rules:
+        losses, look = PUBLISHED.get(rule, ()), style(rule)
+        x = [d / L for L, d in flops.SHAPES[: len(losses)]]
+        ax.plot(x, losses, **look | {"linestyle": ":"}, markersize=6, markerfacecolor="none", linewidth=0.8)
+    aspect_axis(ax, set(flops.SHAPES))
+
+
+def aspect_axis(ax, shapes):
+    shapes = sorted(shapes)
+    ax.set_xscale("log")
+    ax.set_xticks([d / L for L, d in shapes], [f"{d / L:.3g}\n{L} x {d}" for L, d in shapes], fontsize=7)
+    ax.minorticks_off()
+    ax.invert_xaxis() if not ax.xaxis_inverted() else None
+    ax.set(xlabel="aspect ratio d / L (layers x width)", ylabel="validation loss (nats per token)")
+    ax.grid(alpha=0.3)
+
+
+def figure2(rows):
+    """Loss against aspect ratio, one panel for each corpus; without runs, and beside runs of the paper's shapes, the paper's values."""
+    plt, corpora = pyplot(), list(dict.fromkeys(row["data"] for row in rows)) or [""]
+    figure, axes = plt.subplots(1, len(corpora), figsize=(6.5 * len(corpora), 4.5), layout="constrained", squeeze=False)
+    for ax, corpus in zip(axes[0], corpora):
+        mine = [row for row in rows if row["data"] == corpus]
+        if mine:
+            curves(ax, mine)
+        if not mine or any((row["n_layer"], row["d_model"]) in flops.SHAPES for row in mine):
+            published(ax, {row["residual"] for row in mine} or PUBLISHED)
+        for n, (residual, L, d, command) in enumerate(missing(mine)):
+            ax.plot(d / L, 0.02 + 0.03 * (n % 5), "x", color=style(residual)["color"], transform=ax.get_xaxis_transform())
+            print(f"missing: {command}")
+        ax.set_title("the paper's values (hollow), one seed" if not mine else describe(mine), fontsize=9)
+        ax.legend(fontsize=7, ncols=2)
+    return figure
+
+
+def describe(rows):
+    seeds, steps = len({row["seed"] for row in rows}), sorted({row["max_steps"] for row in rows})
+    return f"{rows[0]['data']}, {' or '.join(f'{n:,}' for n in steps)} steps, {seeds} seed{'s' * (seeds > 1)}; band: one sd; x: missing"
+
+
+def missing(rows):
+    """(residual, layers, width, command) of the config files of the same family, and the seeds, that have no run here."""
+    bases = {row["name"].split("-")[0] for row in rows}
+    families = sorted({base.split("_")[0] for base in bases if Path("configs", f"{base}.py").exists()})
+    seeds = sorted({row["seed"] for row in rows})
+    there = {(row["residual"], row["n_layer"], row["d_model"], row["seed"]) for row in rows}
+    for path in (path for family in families for path in sorted(Path("configs").glob(f"{family}_*.py"))):
+        cfg = configs.load(path)
+        lack = [seed for seed in seeds if (cfg.residual, cfg.n_layer, cfg.d_model, seed) not in there]
+        if lack:
+            yield cfg.residual, cfg.n_layer, cfg.d_model, f"python train.py {path} --seed={','.join(map(str, lack))}"
+
+
+def figure3(rows):
+    """Loss against aspect ratio, a panel for each scale."""
+    require(rows, "--figure=3 needs runs, as in `python probe.py --figure=3 out/200m_* out/300m_*`; `python train.py --list` names them")
+    plt, scales = pyplot(), {}
+    for row in rows:
+        scales.setdefault(row["name"].split("_")[0], []).append(row)
+    figure, axes = plt.subplots(1, len(scales), figsize=(4.5 * len(scales), 4), layout="constrained", squeeze=False)
+    for ax, (scale, mine) in zip(axes[0], sorted(scales.items(), key=lambda item: item[1][0]["backbone"])):
+        curves(ax, mine)
+        for _, _, _, command in missing(mine):
+            print(f"missing: {command}")
+        ax.set_title(scale, fontsize=9)
+    axes[0][0].legend(fontsize=7)
+    return figure
+
+
+def figure12(rows):
+    """Loss against peak learning rate, a panel for each shape."""
+    require(rows, "--figure=12 needs runs, as of `python train.py configs/400m_preln_L24.py --lr=5e-4,1e-3,2e-3,5e-3`")
+    plt, shapes = pyplot(), sorted({(row["n_layer"], row["d_model"]) for row in rows})
+    figure, axes = plt.subplots(1, len(shapes), figsize=(4.5 * len(shapes), 4), layout="constrained", squeeze=False, sharey=True)
+    for ax, shape in zip(axes[0], shapes):
+        mine = [row for row in rows if (row["n_layer"], row["d_model"]) == shape]
+        for rule in sorted({row["residual"] for row in mine}, key=order):
+            by_lr = {}
+            for row in mine:
+                if row["residual"] == rule:
+                    by_lr.setdefault(row["lr"], []).append(row["val_loss"])
+            points = sorted((lr, statistics.mean(losses)) for lr, losses in by_lr.items())
+            ax.plot(*zip(*points), **style(rule), markersize=6)
+        ax.set_xscale("log")
+        rates = sorted({row["lr"] for row in mine})
+        ax.set_xticks(rates, [f"{lr:g}" for lr in rates], fontsize=7)
+        ax.minorticks_off()
+        ax.set(xlabel="peak learning rate")
+        ax.set_title(f"{shape[0]} layers of width {shape[1]}", fontsize=9)
+        ax.grid(alpha=0.3)
+    axes[0][0].set(ylabel="validation loss (nats per token)")
+    axes[0][0].legend(fontsize=7)
+    return figure
+
+
+def side_by_side(figures, paths):
+    """The probes of Figures 4 to 10 as rows, the runs as columns, from their probe.npz."""
+    plt, rows = pyplot(), []
+    found = {path: Results(checkpoint_of(path).parent) for path in paths}
+    require(found, f"--figure={','.join(figures)} needs runs that have been probed, as in `python probe.py --figure=5 out/toy`")
+    for name in (name for figure in figures for name, probe in PROBES.items() if probe.figure == figure):
+        if any(results.about.get(name, {}).get("done") for results in found.values()):
+            rows += [(name, panel) for panel in range(PROBES[name].panels)]
+    require(rows, f"none of these runs has been probed for Figure {', '.join(figures)}: `python probe.py {paths[0]}` does it")
+    figure, axes = plt.subplots(len(rows), len(found), figsize=(4.2 * len(found), 3.4 * len(rows)), layout="constrained", squeeze=False)
+    for column, results in zip(axes.T, found.values()):
+        for name in dict.fromkeys(name for name, _ in rows):
+            mine = [ax for ax, (row, _) in zip(column, rows) if row == name]
+            if results.about.get(name, {}).get("done"):
+                PROBES[name].draw(mine, results.arrays[name])
+            for ax in mine if not results.about.get(name, {}).get("done") else ():
+                ax.text(0.5, 0.5, f"{name}: n/a", ha="center", transform=ax.transAxes)
+                ax.set_axis_off()
+        column[0].set_title(f"{results.folder.name}\n{column[0].get_title()}", fontsize=9)
+    return figure
+
+
+def effects(rows):
+    """What going from the shallowest to the deepest shape costs each rule, paired by seed, and that against the first rule."""
+    found, lines, base = cells(rows), [], None
+    shapes = sorted({(L, d) for _, L, d in found})
+    shallow, deep = shapes[0], shapes[-1]
+    for rule in dict.fromkeys(residual for residual, _, _ in found):
+        a, b = found.get((rule, *shallow), {}), found.get((rule, *deep), {})
+        cost = {seed: b[seed] - a[seed] for seed in a.keys() & b.keys()}
+        if shallow == deep or not cost:
+            continue
+        base = base or (rule, cost)
+        line = f"  {style(rule)['label']:28} {mean_sd(cost.values())}"
+        if rule != base[0]:
+            both = [cost[seed] - base[1][seed] for seed in cost.keys() & base[1].keys()]
+            line += f"   against {style(base[0])['label']}: {mean_sd(both)}" if both else ""
+        lines.append(line)
+    head = f"{rows[0]['data']}: loss at {deep[0]} x {deep[1]} minus loss at {shallow[0]} x {shallow[1]}, paired by seed"
+    return "\n".join([head, *lines, ""]) if lines else ""
+
+
+def mean_sd(values):
+    values = list(values)
+    sd = f"sd {statistics.stdev(values):.4f}" if len(values) > 1 else "one seed"
+    return f"{statistics.mean(values):+.4f} ({sd}, n = {len(values)})"
+
+
+def describe_run(folder):
+    """{what: its value as text}"""
+    require((folder / "config.json").is_file(), f"no run in {folder}; `ls out` shows those there are")
+    cfg = configs.TrainConfig(**json.loads((folder / "config.json").read_text()))
+    records = train.read_log(folder / "log.jsonl") or [{"step": 0, "loss": math.nan, "seconds": math.nan}]
+    validated = [record["val_loss"] for record in records if "val_loss" in record] or [math.nan]
+    last_tenth = [record["loss"] for record in records[-math.ceil(len(records) / 10) :]]
+    values = {
+        "rule": cfg.residual,
+        "layers x width": f"{cfg.n_layer} x {cfg.d_model}",
+        "learning rate": f"{cfg.lr:g}",
+        "seed": f"{cfg.seed}",
+        "steps": f"{records[-1]['step']:,} of {cfg.max_steps:,}",
+        "validation loss": f"{validated[-1]:.4f}",
+        "training loss (last tenth)": f"{statistics.mean(last_tenth):.4f}",
+        "seconds per step": f"{statistics.median(record['seconds'] for record in records):.4f}",
+    }
+    try:
+        size = flops.params(cfg)
+        values |= {"parameters": f"{size['total']:,}", "backbone": f"{size['backbone']:,}"}
+        values |= {"training FLOPs": f"{flops.train_flops(cfg):.3e}"}
+    except Mistake:  # a reader's own rule
+        pass
+    for about in Results(folder).about.values():
+        values |= {key: f"{value:.4g}" for key, value in about.get("summary", {}).items()}
+    return values
+
+
+def compare(paths):
+    """Two runs side by side."""
+    require(len(paths) == 2, f"--compare takes two runs, not {len(paths)}")
+    columns = [describe_run(Path(path)) for path in paths]
+    width = max(len(text) for path, values in zip(paths, columns) for text in [Path(path).name, *values.values()]) + 2
+    print(" " * 28 + "".join(Path(path).name.rjust(width) for path in paths))
+    for name in dict.fromkeys(name for values in columns for name in values):
+        print(f"{name:28}" + "".join(values.get(name, "-").rjust(width) for values in columns))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Command line
+
+
+FIGURES = {"2": figure2, "3": figure3, "12": figure12}
+
+
+def draw_figures(args):
+    figures = args.figure.split(",")
+    probes = sorted({probe.figure for probe in PROBES.values() if probe.figure}, key=int)
+    for name in figures:
+        require(name in FIGURES or name in probes, f"--figure={name} is not one of {', '.join([*FIGURES, *probes])}; flops.py draws 11")
+    if figures[0] in FIGURES:
+        require(len(figures) == 1, f"--figure={args.figure}: {figures[0]} is drawn alone")
+        rows = read_runs(args.runs)
+        figure = FIGURES[figures[0]](rows)
+        for corpus in dict.fromkeys(row["data"] for row in rows):
+            print(effects([row for row in rows if row["data"] == corpus]), end="")
+    else:
+        figure = side_by_side(figures, args.runs)
+    path = args.out or Path("results", f"figure{'-'.join(figures)}.png")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    print(path)
+
+
+def write_csv(paths):
+    writer = csv.DictWriter(sys.stdout, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(read_runs(paths))
+
+
+def parse(argv):
+    parser = flops.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    option = parser.add_argument
+    option("runs", nargs="*", help="folders of runs, or a checkpoint")
+    option("--only", metavar="PROBES", help=f"some of {', '.join(PROBES)}; arc and nll run only if they are named")
+    option("--windows", type=int, default=16, metavar="16", help="windows of validation text")
+    option("--length", type=int, default=0, metavar="512", help="tokens of a window; by default 512, or the run's seq_len if that is less")
+    option("--examples", type=int, default=0, metavar="100", help="of each evaluation set of arc and nll; by default all")
+    option("--tasks", default="", metavar="gpqa=FILE.jsonl", help="your own copies of evaluation sets, with the original fields")
+    option("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to")
+    option("--figure", metavar="2", help="draw Figure 2, 3 or 12 of runs, or those of the probes side by side, as in 5,6")
+    option("--compare", action="store_true", help="print two runs side by side")
+    option("--csv", action="store_true", help="print runs as a table")
+    option("--out", type=Path, metavar="FILE", help="the figure, by default results/figureN.png")
+    args = parser.parse_args(argv)
+    for key in "windows", "length", "examples":
+        least = 1 if key == "windows" else 0
+        require(getattr(args, key) >= least, f"--{key}={getattr(args, key)} must be at least {least}")
+    return args
+
+
+def main(argv):
+    args = parse(argv or ["--help"])
+    if args.figure:
+        draw_figures(args)
+    elif args.compare:
+        compare(args.runs)
+    elif args.csv:
+        write_csv(args.runs)
+    else:
+        require(args.runs, "no run given, as in `python probe.py out/toy`")
+        for path in args.runs:
+            probe_run(path, args)
+
+
+if __name__ == "__main__":
+    with configs.one_line_mistakes():
+        try:
+            main(sys.argv[1:])
+        except KeyboardInterrupt:
+            sys.exit(130)
