@@ -26,6 +26,12 @@ only what the group itself makes is read by row kernels (`row_mix`, `row_pull`).
 Why no autotuning. The number of sources is a loop bound, never a constant of the program, and neither is the number of
 tokens: each kernel is compiled once for a width d. 140 mixtures would otherwise be 140 programs, each to be tuned.
 
+Hyper-connections. A write waits in the depth state for the read that follows, and one kernel does both, with all that the token
+routes the read by. A program needs its 16 tokens twice, as the routing needs whole streams; the second time they come from cache.
+
+Operators. What autograd and torch.compile see are functions of tensors (`operator`). The bank, whose memory is written to on the way
+forward and back, hides behind a tensor: the chain alone keeps the order, and a compiled model holds the y of the branches itself.
+
 Names. Arrays in upper case, d the width, T tokens (batch and sequence flattened). V (S, T, d) sources; Y (S, T, d) what the
 branches read, overwritten by do on the way back; LOGIT (T, n) the scores of older sources, OWN (S, T) those of the newest;
 R 1 / RMS of a source, LSE log-sum-exp of a mixture's scores, ORSTD 1 / RMS of the mixture, all (S, T) and float32.
@@ -38,8 +44,7 @@ from pathlib import Path
 from types import MethodType
 
 import torch
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
+from torch import Tensor
 from torch.nn.functional import pad
 
 if __name__ == "__main__" and not torch.cuda.is_available():
@@ -62,6 +67,11 @@ def kernel(fn):
         return fn
     names = fn.__code__.co_varnames[: fn.__code__.co_argcount]
     return triton.jit(fn, do_not_specialize=[name for name in names if name.islower() and name not in fn.__annotations__])
+
+
+def operator(fn):
+    """To torch.compile, which cannot look into a launch, a function of tensors like any other."""
+    return torch.library.custom_op("residual_kernels::" + fn.__name__, fn, mutates_args=())
 
 
 def usable(x):
@@ -176,10 +186,10 @@ def group_mix(V, LOGIT, O, O_LSE, T, n, m0, m1, b, M, width,
 
 
 @kernel
-def row_pull(V, Y, DY, W, Q, R, OWN, LOGIT, LSE, ORSTD, DELTA, START, DS, KK, DX, DW, DQ,
+def row_pull(V, Y, DO, DY, W, Q, R, OWN, LOGIT, LSE, ORSTD, DELTA, START, DS, KK, DX, DW, DQ,
              T, per, m, row, ds_row, j1, tiles, b, M, width, eps, started,
              D: constexpr, BD: constexpr, NS: constexpr):  # fmt: skip
-    """do_m from dy (the norm's backward), over Y[m];   DX = dv_m, pulled from the mixtures m, m + 1 ... j1 - 1 and from START.
+    """DO[m] = do_m from dy (the norm's backward);   DX = dv_m, pulled from the mixtures m, m + 1 ... j1 - 1 and from START.
 
     RMSNorm does not see the scale of o, so do_m . o_m, which softmax's backward needs, is not a sum but mean(y dy) d eps rstd^2.
     A program adds the gradients of w and of q_m up over `per` tokens, in a row of its own that stays in cache: no atomics.
@@ -190,14 +200,14 @@ def row_pull(V, Y, DY, W, Q, R, OWN, LOGIT, LSE, ORSTD, DELTA, START, DS, KK, DX
     sums = tl.program_id(0) * D + c
     for i in tl.range(0, tl.minimum(per, T - first), num_stages=1):
         t = first.to(tl.int64) + i
-        y = tl.load(Y + (m * T + t) * D + c, in_row, 0.0).to(tl.float32)
+        y = tl.load(Y + t * D + c, in_row, 0.0).to(tl.float32)
         dy = tl.load(DY + t * D + c, in_row, 0.0).to(tl.float32)
         w = nonzero(tl.load(W + c, in_row, 1.0).to(tl.float32))
         rstd = tl.load(ORSTD + m * T + t)
         mean = tl.sum(y * dy, 0) / D
         delta = mean * D * eps * rstd * rstd
-        g = (rstd * (w * dy - y / w * mean)).to(Y.dtype.element_ty)
-        tl.store(Y + (m * T + t) * D + c, g, in_row)
+        g = (rstd * (w * dy - y / w * mean)).to(DO.dtype.element_ty)
+        tl.store(DO + (m * T + t) * D + c, g, in_row)
         tl.store(DELTA + m * T + t, delta)
         tl.store(DW + sums, tl.load(DW + sums, in_row & (i > 0), 0.0) + y / w * dy, in_row)
         g = g.to(tl.float32)
@@ -212,7 +222,7 @@ def row_pull(V, Y, DY, W, Q, R, OWN, LOGIT, LSE, ORSTD, DELTA, START, DS, KK, DX
         dv = p * g + ds * r * tl.load(Q + m * D + c, in_row, 0.0).to(tl.float32)
         dv += tl.load(START + (row * T + t) * D + c, in_row & (started != 0), 0.0).to(tl.float32)
         for j in tl.range(m + 1, j1, num_stages=NS):
-            g = tl.load(Y + (j * T + t) * D + c, in_row, 0.0).to(tl.float32)
+            g = tl.load(DO + (j * T + t) * D + c, in_row, 0.0).to(tl.float32)
             s = tl.load(LOGIT + t * width + entry(m, j, b, M))
             p = tl.exp(s - tl.load(LSE + j * T + t))
             ds = p * (tl.sum(g * v, 0) - tl.load(DELTA + j * T + t))
@@ -316,23 +326,27 @@ class Bank:
         M, D, shape = len(Q), x.shape[-1], x.shape
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        self.arena = Arena(M, x.numel() // D, D, x, key_eps, b, G or (8 if M <= 65 else 16))
-        self.n, self.x, self.Q, self.shape = 0, x.reshape(-1, D).contiguous(), Q, shape
+        self.n, self.b, self.x, self.Q, self.shape = 0, b, x.reshape(-1, D).contiguous(), Q, shape
+        self.handle = open_bank(self.x, Q, key_eps, b, G or (8 if M <= 65 else 16), torch.is_grad_enabled(), torch.compiler.is_compiling())
+
+    @property
+    def arena(self):
+        return self.handle.arena
 
     def add(self, y):
         """The state after a branch that gave y; in Block AttnRes the y of a block are summed up."""
         after = object.__new__(Bank)
-        after.arena, after.n, after.Q, after.shape = self.arena, self.n + 1, None, self.shape
+        after.handle, after.n, after.b, after.Q, after.shape = self.handle, self.n + 1, self.b, None, self.shape
         after.x = y.to(self.x.dtype).reshape(self.x.shape).contiguous()
         return after
 
     def read(self, w, eps):
         """LN of the mixture that the next branch, or the head, reads: RMSNorm(sum_i p_i v_i) * w, (B, T, d)."""
-        return Mix.apply(self.x, w, self.Q, self.arena, self.n, eps).view(self.shape)
+        return mix(self.x, w, self.Q, self.handle, self.n, eps).view(self.shape)
 
     def __len__(self):
         """Sources of the next mixture."""
-        return (self.n - 1) // self.arena.b + 2
+        return (self.n - 1) // self.b + 2
 
     def __getitem__(self, i):
         """Source i with its 1 / RMS, as in the list that it stands for; without a gradient."""
@@ -349,17 +363,18 @@ class Bank:
 class Arena:
     """The memory of a Bank, and the schedule: which kernel runs when."""
 
-    def __init__(self, M, T, D, like, key_eps, b, G):
-        new, f32 = like.new_empty, torch.float32
+    def __init__(self, x, Q, key_eps, b, G, keep, compiled):
+        (M, D), T, new, f32 = Q.shape, len(x), x.new_empty, torch.float32
         self.M, self.T, self.D, self.key_eps, self.b, self.G = M, T, D, key_eps, b, G
         self.shared = (M - 2) // b + 1 if M > 1 else 0  # sources that more than one mixture reads
         self.width = sum(M - 1 - e * b for e in range(self.shared))
-        self.filled, self.group, self.next, self.keep = 0, None, None, torch.is_grad_enabled()
+        self.filled, self.group, self.next = 0, None, None
         self.V = new(M, T, D)
-        self.Y = new(M, T, D) if self.keep else None
+        self.Y = new(M, T, D) if keep and not compiled else None  # a compiler may put what it likes into the memory of a dead y
+        self.Q = Q.to(x.dtype).contiguous()
         self.LOGIT = new(T, self.width, dtype=f32)
         self.OWN, self.R, self.LSE, self.ORSTD = new(4, M, T, dtype=f32)
-        self.O = self.O_LSE = self.Q = None
+        self.O = self.O_LSE = None
 
     def dims(self):
         return self.b, self.M, self.width
@@ -377,7 +392,7 @@ class Arena:
         M, T, D = self.M, self.T, self.D
         if m > self.filled:
             raise RuntimeError(f"mixture {m} was read before mixture {self.filled}: a Bank is filled from the first branch to the head")
-        y = self.Y[m] if self.keep else torch.empty_like(x)
+        y = torch.empty_like(x) if self.Y is None else self.Y[m]
         m0, m1, n = group_of(m, M, self.b, self.G)
         if n and self.O is None:
             self.O, self.O_LSE = self.V.new_empty(16, T, D), self.LSE.new_empty(16, T)
@@ -402,7 +417,7 @@ class Arena:
             self.O = self.O_LSE = self.group = None
         return y
 
-    def backward(self, m, dy, w, eps):
+    def backward(self, m, dy, y, w, eps):
         """dx, dw of mixture m, and dQ if it is the first: to be called for the last mixture, then the one before, and so on."""
         if self.next is None and m == self.filled - 1:
             self.start_backward()
@@ -426,7 +441,7 @@ class Arena:
         DX, (DW, DQ) = torch.empty_like(dy), dy.new_empty(2, programs, D, dtype=torch.float32)
         tiles = (triton.cdiv(later - m1, 32) if b == 1 else 0 if on_its_own else self.KK.shape[1]) if started else 0
         row_pull[(programs,)](
-            self.V, self.Y, dy, w, self.Q, self.R, self.OWN, self.LOGIT, self.LSE, self.ORSTD, self.DELTA, start, self.DS,
+            self.V, y, self.DO, dy, w, self.Q, self.R, self.OWN, self.LOGIT, self.LSE, self.ORSTD, self.DELTA, start, self.DS,
             self.KK[e // 16 if b > 1 else 0], DX, DW, DQ,
             T, per, m, at, m - m0, min(j1, later), tiles, *self.dims(), eps, int(started), **row(D, 2)
         )  # fmt: skip
@@ -439,7 +454,7 @@ class Arena:
                 self.pull(e0, min(e0 + 16, e + 1), m, min(m + b, later), more=not last)
                 self.query_gradient(e0, min(e0 + 16, e + 1), m, min(m + b, later))
         self.next, self.dx = m - 1, DX if self.sums(m) else None
-        dQ = self.dQ if m == 0 else None
+        dQ = self.dQ if m == 0 else dy.new_empty(0)
         if m == 0:
             self.__dict__.clear()
             self.next = None
@@ -455,15 +470,16 @@ class Arena:
         self.DS = new(rows, self.T, self.M)
         self.KK = self.V.new_zeros(chunks, triton.cdiv(self.M if self.b == 1 else self.b, 32), 16, self.T, dtype=f32)
         self.DELTA = new(self.M, self.T, dtype=f32)
+        self.DO = new(self.M, self.T, self.D) if self.Y is None else self.Y
         self.dQ = torch.zeros_like(self.Q, dtype=f32)
 
     def pull(self, e0, e1, m0, m1, more):
         """DV and DS of the shared sources e0 ... e1 - 1, of the mixtures m0 ... m1 - 1."""
         T, D, at, more = self.T, self.D, e0 // 16 if self.b > 1 else 0, int(more)
         tile, DV, KK = self.tile(), self.DV[16 * at :], self.KK[at]
-        pair_dot[(T, triton.cdiv(m1 - m0, 32))](self.V, self.Y, self.R, self.LOGIT, self.LSE, self.DELTA, self.DS, KK, T, e0, e1, m0, m1,
+        pair_dot[(T, triton.cdiv(m1 - m0, 32))](self.V, self.DO, self.R, self.LOGIT, self.LSE, self.DELTA, self.DS, KK, T, e0, e1, m0, m1,
                                                 *self.dims(), more, **tile, BK=64, BN=32)  # fmt: skip
-        group_pull[(T, triton.cdiv(D, 128))](self.Y, self.Q, self.LOGIT, self.LSE, self.DS, DV, T, e0, e1, m0, m1,
+        group_pull[(T, triton.cdiv(D, 128))](self.DO, self.Q, self.LOGIT, self.LSE, self.DS, DV, T, e0, e1, m0, m1,
                                              *self.dims(), more, **tile, BD=128, BN=16)  # fmt: skip
 
     def query_gradient(self, e0, e1, m0, m1):
@@ -473,23 +489,52 @@ class Arena:
         self.dQ[m0:m1] += torch.bmm(ds, v).float().sum(0)
 
 
-class Mix(Function):
-    """x_m -> y_m: the newest source goes in, the normed mixture that branch m reads comes out."""
+@operator
+def open_bank(x: Tensor, Q: Tensor, key_eps: float, b: int, G: int, keep: bool, compiled: bool) -> Tensor:
+    """An Arena, as an attribute of a tensor: so it passes through operators, and lives as long as autograd needs it."""
+    handle = torch.zeros((), dtype=torch.int64)
+    handle.arena = Arena(x, Q, key_eps, b, G, keep, compiled)
+    return handle
 
-    @staticmethod
-    def forward(ctx, x, w, Q, arena, m, eps):
-        if Q is not None:
-            arena.Q = Q.detach().to(x.dtype).contiguous()
-        ctx.arena, ctx.m, ctx.eps = arena, m, eps
-        ctx.save_for_backward(w)
-        return arena.forward(m, x, w, eps)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        (w,) = ctx.saved_tensors
-        dx, dw, dQ = ctx.arena.backward(ctx.m, dy.contiguous(), w, ctx.eps)
-        return dx, dw, dQ, None, None, None
+@open_bank.register_fake
+def _(*_):
+    return torch.empty((), dtype=torch.int64, device="cpu")
+
+
+@operator
+def mix(x: Tensor, w: Tensor, Q: Tensor | None, handle: Tensor, m: int, eps: float) -> Tensor:
+    """x_m -> y_m: the newest source goes in, the normed mixture that branch m reads comes out. The first takes Q, for its gradient."""
+    return handle.arena.forward(m, x, w, eps)
+
+
+@mix.register_fake
+def _(x, *_):
+    return torch.empty_like(x)
+
+
+@operator
+def mix_gradients(dy: Tensor, y: Tensor, w: Tensor, handle: Tensor, m: int, eps: float, M: int) -> tuple[Tensor, Tensor, Tensor]:
+    return handle.arena.backward(m, dy.contiguous(), y, w, eps)
+
+
+@mix_gradients.register_fake
+def _(dy, y, w, handle, m, eps, M):
+    return torch.empty_like(dy), torch.empty_like(w), dy.new_empty((M, dy.shape[-1]) if M else 0, dtype=torch.float32)
+
+
+def keep_mix(ctx, inputs, output):
+    _, w, Q, handle, ctx.m, ctx.eps = inputs
+    ctx.M = 0 if Q is None else len(Q)
+    ctx.save_for_backward(output, w, handle)
+
+
+def mix_backward(ctx, dy):
+    dx, dw, dQ = mix_gradients(dy, *ctx.saved_tensors, ctx.m, ctx.eps, ctx.M)
+    return dx, dw, dQ if ctx.M else None, None, None, None
+
+
+mix.register_autograd(mix_backward, setup_context=keep_mix)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -609,30 +654,36 @@ def sinkhorn_backward(X, G, DX, U, T, eps, iterations, BT: constexpr):
         tl.store(DX + t * 16 + k, p[k] * g[k], t < T)
 
 
-class Sinkhorn(Function):
-    """residuals.sinkhorn of logits (..., 16), [source, destination] flattened."""
+@operator
+def sinkhorn(x: Tensor, iterations: int, eps: float) -> Tensor:
+    """residuals.sinkhorn of float32 logits (..., 16), [source, destination] flattened."""
+    A, T = torch.empty_like(x), x.numel() // 16
+    sinkhorn_forward[(ceil_div(T, 128),)](x, A, T, eps, iterations, BT=128, num_warps=4)
+    return A
 
-    @staticmethod
-    def forward(ctx, x, iterations, eps):
-        x = x.float().contiguous()
-        T, A = x.numel() // 16, torch.empty_like(x)
-        sinkhorn_forward[(ceil_div(T, 128),)](x, A, T, eps, iterations, BT=128, num_warps=4)
-        ctx.save_for_backward(x)
-        ctx.iterations, ctx.eps = iterations, eps
-        return A
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        T, DX = x.numel() // 16, torch.empty_like(x)
-        U = x.new_empty(ctx.iterations, 8, T)
-        sinkhorn_backward[(ceil_div(T, 128),)](x, g.float().contiguous(), DX, U, T, ctx.eps, ctx.iterations, BT=128, num_warps=4)
-        return DX, None, None
+@operator
+def sinkhorn_gradient(x: Tensor, g: Tensor, iterations: int, eps: float) -> Tensor:
+    DX, T = torch.empty_like(x), x.numel() // 16
+    U = x.new_empty(iterations, 8, T)
+    sinkhorn_backward[(ceil_div(T, 128),)](x, g.contiguous(), DX, U, T, eps, iterations, BT=128, num_warps=4)
+    return DX
+
+
+sinkhorn.register_fake(lambda x, *_: torch.empty_like(x))
+sinkhorn_gradient.register_fake(lambda x, *_: torch.empty_like(x))
+
+
+def keep_sinkhorn(ctx, inputs, output):
+    x, *ctx.numbers = inputs
+    ctx.save_for_backward(x)
+
+
+sinkhorn.register_autograd(lambda ctx, g: (sinkhorn_gradient(*ctx.saved_tensors, g, *ctx.numbers), None, None), setup_context=keep_sinkhorn)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Hyper-connections: the write of one branch together with what the next one routes by, and its read with its norm
+# Hyper-connections: the write of one branch, what the next one routes by, and its read with its norm, in one kernel
 
 
 @kernel
@@ -645,216 +696,265 @@ def load_streams(H, t, c, T, D: constexpr):
 
 
 @kernel
+def weighted(w, h, i: constexpr, step: constexpr):
+    """w_i h_0 + w_(i + step) h_1 + ...: four vectors of a token by four of its numbers."""
+    x = w[i][:, None] * h[0]
+    for s in tl.static_range(1, 4):
+        x += w[i + step * s][:, None] * h[s]
+    return x
+
+
+@kernel
+def dots(x, y, I: constexpr, J: constexpr, n: constexpr):
+    """x_i . y_j of a token, for n pairs i, j."""
+    r = ()
+    for e in tl.static_range(n):
+        r += (tl.sum(x[I[e]] * y[J[e]], 1),)
+    return r
+
+
+@kernel
+def zeros(BT: constexpr, n: constexpr):
+    r = ()
+    for _ in tl.static_range(n):
+        r += (tl.zeros((BT,), tl.float32),)
+    return r
+
+
+@kernel
+def added(x, y, n: constexpr):
+    r = ()
+    for e in tl.static_range(n):
+        r += (x[e] + y[e],)
+    return r
+
+
+@kernel
 def written(h, f, a, beta):
     """The four streams sum_s a_sj h_s + beta_j f."""
     n = ()
     for j in tl.static_range(4):
-        nj = beta[j][:, None] * f
-        for s in tl.static_range(4):
-            nj += a[4 * s + j][:, None] * h[s]
-        n += (nj,)
+        n += (weighted(a, h, j, 4) + beta[j][:, None] * f,)
     return n
 
 
 @kernel
-def connect_forward(H, F, A, BETA, W, N, P, QS, T,
-                    D: constexpr, C: constexpr, J: constexpr, BT: constexpr, BD: constexpr, NS: constexpr, DT: constexpr):  # fmt: skip
-    """N_j = sum_s A_sj H_s + beta_j F, the streams after a branch;   P_j = N_j W_j and QS_j = |N_j|^2, from which the next one routes.
+def read_weights(p, q, READ, routing_eps, together, D: constexpr):
+    """alpha_j = READ_j + READ_8 u_j,   u_j = tanh(READ_9 z_j + READ_(4 + j)),   z_j = r_j p_j.
 
-    H, N (T, 4, d); W (4, d, C), the columns past the last logit zero; QS (T, 4) and P (T, J, C) float32, J = 1: summed over j.
+    r_j is 1 / RMS of a stream, or of all (together). A sigmoid is a tanh too: s(x) = (1 + tanh(x / 2)) / 2.
+    """
+    alpha, u, z, r = (), (), (), ()
+    for j in tl.static_range(4):
+        square = tl.where(together != 0, (q[0] + q[1] + q[2] + q[3]) / 4, q[j])
+        r += (tl.rsqrt(square / D + routing_eps),)
+        z += (r[j] * p[j],)
+        u += (2 * tl.sigmoid(2 * (tl.load(READ + 9) * z[j] + tl.load(READ + 4 + j))) - 1,)
+        alpha += (tl.load(READ + j) + tl.load(READ + 8) * u[j],)
+    return alpha, u, z, r
+
+
+@kernel
+def connect_forward(H, F, A, BETA, W, READ, GAIN, N, X, P, Q, CROSS, RSTD, T, eps, routing_eps, together,
+                    D: constexpr, BT: constexpr, BD: constexpr, NS: constexpr, DT: constexpr):  # fmt: skip
+    """N_j = sum_s A_sj H_s + beta_j F, the streams after a branch;   P = sum_j N_j W_j and Q_j = |N_j|^2, from which the next one
+    routes;   X = RMSNorm(sum_j alpha_j N_j) * gain, what it reads.
+
+    H, N (T, 4, d); W (4, d, 32), its first columns for alpha. The norm is known before X is: |sum_j alpha_j N_j|^2 follows from Q
+    and CROSS, the products of two streams. So N is read but once more, right after it was written, from cache.
     """
     t = (tl.program_id(0) * BT + tl.arange(0, BT)).to(tl.int64)
-    k = tl.arange(0, C)
+    k = tl.arange(0, 32)
     a, beta = load_numbers(A, t, T, 16), load_numbers(BETA, t, T, 4)
-    p, q = (), ()
-    for _ in tl.static_range(4):
-        p += (tl.zeros((BT, C), tl.float32),)
-        q += (tl.zeros((BT,), tl.float32),)
+    p = tl.zeros((BT, 32), tl.float32)
+    gram = zeros(BT, 10)  # four squares, then the products 01 02 03 12 13 23
     for d0 in tl.range(0, D, BD, num_stages=NS):
         c = d0 + tl.arange(0, BD)
         inside = (t < T)[:, None] & (c < D)[None, :]
         n = written(load_streams(H, t, c, T, D), tl.load(F + t[:, None] * D + c[None, :], inside, 0.0).to(tl.float32), a, beta)
-        p_next, q_next = (), ()
+        rounded = ()
         for j in tl.static_range(4):
             nj = n[j].to(N.dtype.element_ty)
             tl.store(N + (t * 4 + j)[:, None] * D + c[None, :], nj, inside)
-            w = tl.load(W + (j * D + c)[:, None] * C + k[None, :], (c < D)[:, None], 0.0)
-            p_next += (tl.dot(nj.to(DT), w.to(DT), p[j], input_precision="ieee"),)
-            q_next += (q[j] + tl.sum(nj.to(tl.float32) * nj.to(tl.float32), 1),)
-        p, q = p_next, q_next
-    if J == 1:
-        p = (p[0] + p[1] + p[2] + p[3],)
-    for j in tl.static_range(J):
-        tl.store(P + (t * J + j)[:, None] * C + k[None, :], p[j], (t < T)[:, None])
+            w = tl.load(W + (j * D + c)[:, None] * 32 + k[None, :], (c < D)[:, None], 0.0)
+            p = tl.dot(nj.to(DT), w.to(DT), p, input_precision="ieee")
+            rounded += (nj.to(tl.float32),)
+        gram = added(gram, dots(rounded, rounded, (0, 1, 2, 3, 0, 0, 0, 1, 1, 2), (0, 1, 2, 3, 1, 2, 3, 2, 3, 3), 10), 10)
+    first = ()
     for j in tl.static_range(4):
-        tl.store(QS + t * 4 + j, q[j], t < T)
+        tl.store(Q + t * 4 + j, gram[j], t < T)
+        first += (tl.sum(tl.where(k[None, :] == j, p, 0.0), 1),)
+    for e in tl.static_range(6):
+        tl.store(CROSS + t * 6 + e, gram[4 + e], t < T)
+    tl.store(P + t[:, None] * 32 + k[None, :], p, (t < T)[:, None])
+    alpha, _, _, _ = read_weights(first, gram, READ, routing_eps, together, D)
+    along = by_stream(alpha, gram)
+    square = alpha[0] * along[0] + alpha[1] * along[1] + alpha[2] * along[2] + alpha[3] * along[3]
+    rstd = tl.rsqrt(tl.maximum(square, 0.0) / D + eps)
+    tl.store(RSTD + t, rstd, t < T)
+    tl.debug_barrier()  # what other lanes wrote to N
+    for d0 in tl.range(0, D, BD, num_stages=NS):
+        c = d0 + tl.arange(0, BD)
+        x = weighted(alpha, load_streams(N, t, c, T, D), 0, 1) * rstd[:, None] * tl.load(GAIN + c, c < D, 0.0).to(tl.float32)[None, :]
+        tl.store(X + t[:, None] * D + c[None, :], x, (t < T)[:, None] & (c < D)[None, :])
 
 
 @kernel
-def read_forward(H, ALPHA, W, X, RSTD, T, eps, D: constexpr, BD: constexpr, NS: constexpr):
-    """X = RMSNorm(sum_s alpha_s H_s) * w. One token for each program."""
-    t = tl.program_id(0).to(tl.int64)
-    c = tl.arange(0, BD)
-    x = tl.zeros((BD,), tl.float32)
-    for s in tl.static_range(4):
-        x += tl.load(ALPHA + t * 4 + s) * tl.load(H + (t * 4 + s) * D + c, c < D, 0.0).to(tl.float32)
-    rstd = tl.rsqrt(tl.sum(x * x, 0) / D + eps)
-    tl.store(X + t * D + c, x * rstd * tl.load(W + c, c < D, 0.0).to(tl.float32), c < D)
-    tl.store(RSTD + t, rstd)
+def by_stream(alpha, g):
+    """N_j . sum_i alpha_i N_i for each j, of the squares and products g of the streams."""
+    return (
+        alpha[0] * g[0] + alpha[1] * g[4] + alpha[2] * g[5] + alpha[3] * g[6],
+        alpha[0] * g[4] + alpha[1] * g[1] + alpha[2] * g[7] + alpha[3] * g[8],
+        alpha[0] * g[5] + alpha[1] * g[7] + alpha[2] * g[2] + alpha[3] * g[9],
+        alpha[0] * g[6] + alpha[1] * g[8] + alpha[2] * g[9] + alpha[3] * g[3],
+    )
 
 
 @kernel
-def read_backward(H, ALPHA, W, DX, RSTD, DALPHA, MEAN, DW, T, per, D: constexpr, BD: constexpr, NS: constexpr):
-    """DALPHA_s = H_s . dx,   dx = rstd (w dX - xh MEAN) that of the vector before the norm, xh = x rstd,   MEAN = mean(xh w dX).
+def connect_backward(H, F, A, BETA, W, READ, GAIN, P, Q, CROSS, RSTD, DN, DX, DP, DQ, DH, DF, DA, DBETA, DPALL, DREAD, DGAIN, T,
+                     routing_eps, together, D: constexpr, BT: constexpr, BD: constexpr, NS: constexpr, DT: constexpr):  # fmt: skip
+    """G_j = DN_j + alpha_j dx + W_j dp + 2 dq_j N_j, the gradient of stream N_j, of the next connection, of the read, and of the
+    routing;   DH_s = sum_j A_sj G_j,  DF = sum_j beta_j G_j,  DA_sj = H_s . G_j,  DBETA_j = F . G_j.
 
-    dx itself is made again by connect_backward, where the gradient of H is added up. DW as in row_pull.
-    """
-    c = tl.arange(0, BD)
-    first = tl.program_id(0) * per
-    for i in tl.range(0, tl.minimum(per, T - first), num_stages=1):
-        t = first.to(tl.int64) + i
-        g = tl.load(DX + t * D + c, c < D, 0.0).to(tl.float32)
-        w = tl.load(W + c, c < D, 0.0).to(tl.float32)
-        rstd = tl.load(RSTD + t)
-        h = ()
-        x = tl.zeros((BD,), tl.float32)
-        for s in tl.static_range(4):
-            h += (tl.load(H + (t * 4 + s) * D + c, c < D, 0.0).to(tl.float32),)
-            x += tl.load(ALPHA + t * 4 + s) * h[s]
-        x *= rstd
-        mean = tl.sum(x * w * g, 0) / D
-        dx = rstd * (w * g - x * mean)
-        for s in tl.static_range(4):
-            tl.store(DALPHA + t * 4 + s, tl.sum(h[s] * dx, 0))
-        tl.store(MEAN + t, mean)
-        sums = DW + tl.program_id(0) * D + c
-        tl.store(sums, tl.load(sums, (c < D) & (i > 0), 0.0) + x * g, c < D)
-        tl.debug_barrier()
-
-
-@kernel
-def connect_backward(H, F, A, BETA, W, ALPHA, RSTD, MEAN, GAIN, DN, DX, DP, DQS, DH, DF, DA, DBETA, T, more,
-                     D: constexpr, C: constexpr, J: constexpr, BT: constexpr, BD: constexpr, NS: constexpr, DT: constexpr):  # fmt: skip
-    """G_j = DN_j + alpha_j dx + W_j DP_j + 2 DQS_j N_j, the gradient of stream N_j, of the next connection (more: there is one), of
-    the read, and of the routing;   DH_s = sum_j A_sj G_j,  DF = sum_j beta_j G_j,  DA_sj = H_s . G_j,  DBETA_j = F . G_j.
-
-    N is made again from H and F, and x from N: nothing but the streams themselves was kept.
+    First dalpha_j = N_j . dx,   dx = rstd (gain DX - xh mean),   mean = mean(xh gain DX),   and what it adds to dp and dq. N is made
+    again from H and F: nothing but the streams was kept. DPALL dp, for the gradient of W; DREAD and DGAIN sums over the program's tokens.
     """
     t = (tl.program_id(0) * BT + tl.arange(0, BT)).to(tl.int64)
-    k = tl.arange(0, C)
+    k = tl.arange(0, 32)
     a, beta = load_numbers(A, t, T, 16), load_numbers(BETA, t, T, 4)
-    alpha, dq = load_numbers(ALPHA, t, T, 4), load_numbers(DQS, t, T, 4)
-    rstd, mean = tl.load(RSTD + t, t < T, 0.0)[:, None], tl.load(MEAN + t, t < T, 0.0)[:, None]
-    da, dbeta = (), ()
-    for _ in tl.static_range(16):
-        da += (tl.zeros((BT,), tl.float32),)
-    for _ in tl.static_range(4):
-        dbeta += (tl.zeros((BT,), tl.float32),)
+    hx = zeros(BT, 5)  # H_s . (gain DX), F . (gain DX)
     for d0 in tl.range(0, D, BD, num_stages=NS):
         c = d0 + tl.arange(0, BD)
         inside = (t < T)[:, None] & (c < D)[None, :]
-        h, f = load_streams(H, t, c, T, D), tl.load(F + t[:, None] * D + c[None, :], inside, 0.0).to(tl.float32)
+        at = t[:, None] * D + c[None, :]
+        dx = tl.load(GAIN + c, c < D, 0.0).to(tl.float32)[None, :] * tl.load(DX + at, inside, 0.0).to(tl.float32)
+        h = load_streams(H, t, c, T, D) + (tl.load(F + at, inside, 0.0).to(tl.float32),)
+        hx = added(hx, dots(h, (dx,), (0, 1, 2, 3, 4), (0, 0, 0, 0, 0), 5), 5)
+
+    rstd = tl.load(RSTD + t, t < T, 0.0)
+    gram, p = load_numbers(Q, t, T, 4) + load_numbers(CROSS, t, T, 6), ()
+    for j in tl.static_range(4):
+        p += (tl.load(P + t * 32 + j, t < T, 0.0),)
+    alpha, u, z, r = read_weights(p, gram, READ, routing_eps, together, D)
+    nx = ()
+    for j in tl.static_range(4):
+        nx += (a[j] * hx[0] + a[4 + j] * hx[1] + a[8 + j] * hx[2] + a[12 + j] * hx[3] + beta[j] * hx[4],)
+    mean = (alpha[0] * nx[0] + alpha[1] * nx[1] + alpha[2] * nx[2] + alpha[3] * nx[3]) * rstd / D
+    along = by_stream(alpha, gram)
+    dp = tl.load(DP + t[:, None] * 32 + k[None, :], (t < T)[:, None], 0.0)
+    sums, ones, slopes, dsquare = DREAD + tl.program_id(0) * 16, tl.zeros((BT,), tl.float32), tl.zeros((BT,), tl.float32), ()
+    for j in tl.static_range(4):
+        dalpha = rstd * (nx[j] - mean * rstd * along[j])
+        dy = dalpha * tl.load(READ + 8) * (1 - u[j] * u[j])
+        tl.store(sums + j, tl.sum(dalpha, 0))
+        tl.store(sums + 4 + j, tl.sum(dy, 0))
+        ones += dalpha * u[j]
+        slopes += dy * z[j]
+        dz = dy * tl.load(READ + 9)
+        dp += tl.where(k[None, :] == j, (dz * r[j])[:, None], 0.0)
+        dsquare += (-0.5 * dz * z[j] * r[j] * r[j] / D,)
+    tl.store(sums + 8, tl.sum(ones, 0))
+    tl.store(sums + 9, tl.sum(slopes, 0))
+    tl.store(DPALL + t[:, None] * 32 + k[None, :], dp, (t < T)[:, None])
+    dq = ()
+    for j in tl.static_range(4):
+        total = (dsquare[0] + dsquare[1] + dsquare[2] + dsquare[3]) / 4
+        dq += (2 * (tl.load(DQ + t * 4 + j, t < T, 0.0) + tl.where(together != 0, total, dsquare[j])),)
+
+    da, dbeta = zeros(BT, 16), zeros(BT, 4)
+    for d0 in tl.range(0, D, BD, num_stages=NS):
+        c = d0 + tl.arange(0, BD)
+        inside = (t < T)[:, None] & (c < D)[None, :]
+        at = t[:, None] * D + c[None, :]
+        h, f = load_streams(H, t, c, T, D), tl.load(F + at, inside, 0.0).to(tl.float32)
         n = written(h, f, a, beta)
-        x = alpha[0][:, None] * n[0] + alpha[1][:, None] * n[1] + alpha[2][:, None] * n[2] + alpha[3][:, None] * n[3]
-        dx = tl.load(GAIN + c, c < D, 0.0).to(tl.float32)[None, :] * tl.load(DX + t[:, None] * D + c[None, :], inside, 0.0).to(tl.float32)
-        dx = rstd * (dx - x * rstd * mean)
+        x = weighted(alpha, n, 0, 1) * rstd[:, None]
+        dx = tl.load(DX + at, inside, 0.0).to(tl.float32)
+        tl.store(DGAIN + tl.program_id(0) * D + c, tl.sum(x * dx, 0), c < D)
+        dx = rstd[:, None] * (tl.load(GAIN + c, c < D, 0.0).to(tl.float32)[None, :] * dx - x * mean[:, None])
         g = ()
         for j in tl.static_range(4):
-            at = (t * 4 + j)[:, None]
-            gj = tl.load(DN + at * D + c[None, :], inside & (more != 0), 0.0).to(tl.float32)
-            gj += alpha[j][:, None] * dx + 2 * dq[j][:, None] * n[j]
-            dp = tl.load(DP + (t * J + j % J)[:, None] * C + k[None, :], (t < T)[:, None], 0.0)
-            w = tl.load(W + (j * D + c)[None, :] * C + k[:, None], (c < D)[None, :], 0.0)
+            gj = tl.load(DN + (t * 4 + j)[:, None] * D + c[None, :], inside, 0.0).to(tl.float32)
+            gj += alpha[j][:, None] * dx + dq[j][:, None] * n[j]
+            w = tl.load(W + (j * D + c)[None, :] * 32 + k[:, None], (c < D)[None, :], 0.0)
             g += (tl.dot(dp.to(DT), w.to(DT), gj, input_precision="ieee"),)
-        df = beta[0][:, None] * g[0] + beta[1][:, None] * g[1] + beta[2][:, None] * g[2] + beta[3][:, None] * g[3]
-        tl.store(DF + t[:, None] * D + c[None, :], df, inside)
-        da_next, dbeta_next = (), ()
+        tl.store(DF + at, weighted(beta, g, 0, 1), inside)
         for s in tl.static_range(4):
-            dh = a[4 * s][:, None] * g[0] + a[4 * s + 1][:, None] * g[1] + a[4 * s + 2][:, None] * g[2] + a[4 * s + 3][:, None] * g[3]
-            tl.store(DH + (t * 4 + s)[:, None] * D + c[None, :], dh, inside)
-            for j in tl.static_range(4):
-                da_next += (da[4 * s + j] + tl.sum(h[s] * g[j], 1),)
-            dbeta_next += (dbeta[s] + tl.sum(f * g[s], 1),)
-        da, dbeta = da_next, dbeta_next
+            tl.store(DH + (t * 4 + s)[:, None] * D + c[None, :], weighted(a, g, 4 * s, 1), inside)
+        dots_s = ()
+        for s in tl.static_range(4):
+            dots_s += dots((h[s],), g, (0, 0, 0, 0), (0, 1, 2, 3), 4)
+        da = added(da, dots_s, 16)
+        dbeta = added(dbeta, dots((f,), g, (0, 0, 0, 0), (0, 1, 2, 3), 4), 4)
     for e in tl.static_range(16):
         tl.store(DA + t * 16 + e, da[e], t < T)
     for j in tl.static_range(4):
         tl.store(DBETA + t * 4 + j, dbeta[j], t < T)
 
 
-class Connect(Function):
-    """H, f, A, beta -> the streams after the branch, their projections and squares, and a link that only keeps the order.
-
-    The gradient of the streams comes from the next Connect; what the read between them has to add waits in `stash`.
-    """
-
-    @staticmethod
-    def forward(ctx, H, f, A, beta, W, together, stash):
-        (T, m, _), C = H.shape, W.shape[-1]
-        A, beta, w = A.float().contiguous(), beta.float().contiguous(), W.to(H.dtype)
-        J, N = 1 if together else m, torch.empty_like(H)
-        P, QS = H.new_empty(T, J, C, dtype=torch.float32), H.new_empty(T, m, dtype=torch.float32)
-        connect_forward[(ceil_div(T, 16),)](H, f, A, beta, w, N, P, QS, T, **tiles(H), C=C, J=J)
-        ctx.save_for_backward(H, f, A, beta, w, N)
-        ctx.stash, ctx.J = stash, J
-        ctx.set_materialize_grads(False)
-        return N, P, QS, H.new_zeros(1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dN, dP, dQS, dlink):
-        H, f, A, beta, w, N = ctx.saved_tensors
-        (T, m, _), C, J, s = H.shape, w.shape[-1], ctx.J, ctx.stash
-        dP = N.new_zeros(T, J, C, dtype=torch.float32) if dP is None else dP.contiguous()
-        dQS = N.new_zeros(T, m, dtype=torch.float32) if dQS is None else dQS.contiguous()
-        DH, DF, DA, DBETA = torch.empty_like(H), torch.empty_like(f), torch.empty_like(A), torch.empty_like(beta)
-        DN = H if dN is None else dN.contiguous()
-        connect_backward[(ceil_div(T, 16),)](H, f, A, beta, w, s["alpha"], s["rstd"], s["mean"], s["gain"], DN, s["dx"], dP, dQS,
-                                             DH, DF, DA, DBETA, T, int(dN is not None), **tiles(H), C=C, J=J)  # fmt: skip
-        dW = torch.bmm(N.permute(1, 2, 0), dP.to(N.dtype).transpose(0, 1).expand(m, T, C)).float()  # (m, d, T) (m, T, C)
-        s.clear()
-        return DH, DF, DA, DBETA, dW, None, None
-
-
-class Read(Function):
-    """RMSNorm(sum_s alpha_s H_s) * w; its gradient of H is left in `stash`, for Connect to add."""
-
-    @staticmethod
-    def forward(ctx, link, alpha, w, H, eps, stash):
-        T, _, D = H.shape
-        alpha = alpha.float().contiguous()
-        X, RSTD = H.new_empty(T, D), H.new_empty(T, dtype=torch.float32)
-        read_forward[(T,)](H, alpha, w, X, RSTD, T, eps, **row(D, 2))
-        ctx.save_for_backward(alpha, w, H, RSTD)
-        ctx.stash = stash
-        return X
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dx):
-        alpha, w, H, RSTD = ctx.saved_tensors
-        T, _, D = H.shape
-        per = ceil_div(T, PROGRAMS)
-        dx, DALPHA, MEAN = dx.contiguous(), torch.empty_like(alpha), torch.empty_like(RSTD)
-        DW = RSTD.new_empty(ceil_div(T, per), D)
-        read_backward[(ceil_div(T, per),)](H, alpha, w, dx, RSTD, DALPHA, MEAN, DW, T, per, **row(D, 2))
-        ctx.stash.update(alpha=alpha, rstd=RSTD, mean=MEAN, gain=w, dx=dx)
-        return dx.new_zeros(1), DALPHA, DW.sum(0).to(w.dtype), None, None, None
-
-
-def tiles(H):
+def tile(H):
+    """Constants of a connector. The interpreter cannot multiply bf16 matrices."""
     narrow = H.dtype == torch.bfloat16 and not INTERPRETED
     return dict(D=H.shape[-1], BT=16, BD=32, NS=2, DT=tl.bfloat16 if narrow else tl.float32, num_warps=4)
+
+
+@operator
+def connect(H: Tensor, f: Tensor, A: Tensor, beta: Tensor, W: Tensor, read: Tensor, gain: Tensor, eps: float, routing_eps: float,
+            together: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    T, m, D = H.shape
+    N, X, (P, Q, CROSS) = torch.empty_like(H), H.new_empty(T, D), (H.new_empty(T, n, dtype=torch.float32) for n in (32, 4, 6))
+    RSTD = H.new_empty(T, dtype=torch.float32)
+    connect_forward[(ceil_div(T, 16),)](H, f, A, beta, W.to(H.dtype), read, gain, N, X, P, Q, CROSS, RSTD, T, eps, routing_eps,
+                                        int(together), **tile(H))  # fmt: skip
+    return N, X, P, Q, CROSS, RSTD
+
+
+@connect.register_fake
+def _(H, f, A, beta, W, read, gain, *numbers):
+    T, new = H.shape[0], H.new_empty
+    return (torch.empty_like(H), torch.empty_like(f), *(new(T, n, dtype=torch.float32) for n in (32, 4, 6)), new(T, dtype=torch.float32))
+
+
+@operator
+def connect_gradients(H: Tensor, f: Tensor, A: Tensor, beta: Tensor, W: Tensor, read: Tensor, gain: Tensor, N: Tensor, P: Tensor, Q: Tensor,
+                      CROSS: Tensor, RSTD: Tensor, DN: Tensor, DX: Tensor, DP: Tensor, DQ: Tensor, routing_eps: float, together: bool
+                      ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    (T, m, D), programs, w = H.shape, ceil_div(H.shape[0], 16), W.to(H.dtype)
+    DH, DF, DA, DBETA, DPALL = (torch.empty_like(x) for x in (H, f, A, beta, P))
+    DREAD, DGAIN = P.new_empty(programs, 16), P.new_empty(programs, D)
+    given = [x.contiguous() for x in (DN, DX, DP, DQ)]
+    connect_backward[(programs,)](H, f, A, beta, w, read, gain, P, Q, CROSS, RSTD, *given, DH, DF, DA, DBETA, DPALL, DREAD, DGAIN, T,
+                                  routing_eps, int(together), **tile(H))  # fmt: skip
+    DW = torch.bmm(N.permute(1, 2, 0), DPALL.to(N.dtype).expand(m, T, 32)).to(W.dtype)  # (m, d, T) (m, T, 32)
+    return DH, DF, DA, DBETA, DW, DREAD.sum(0)[:10], DGAIN.sum(0).to(gain.dtype)
+
+
+@connect_gradients.register_fake
+def _(*arguments):
+    return tuple(torch.empty_like(x) for x in arguments[:7])
+
+
+def keep_connect(ctx, inputs, output):
+    N, X, *numbers = output
+    ctx.save_for_backward(*inputs[:7], N, *numbers)
+    ctx.numbers = inputs[8:]
+    ctx.mark_non_differentiable(*numbers[2:])
+
+
+def connect_backwards(ctx, dN, dX, dP, dQ, *_):
+    return *connect_gradients(*ctx.saved_tensors, dN, dX, dP, dQ, *ctx.numbers), None, None, None
+
+
+connect.register_autograd(connect_backwards, setup_context=keep_connect)
 
 
 class Streams:
     """What HC and mHC of four streams keep in place of H: H before the last branch, and its write, still to be done.
 
-        N, P, q, read = streams.connect(W)      the streams H' = H A + y beta^T, their projections P_j = H'_j W_j and squares
-        x = read(alpha, gain, eps)              RMSNorm(H' alpha) * gain; alpha may depend on P and q
-        streams = N.then(F(x), A, beta)         as A and beta may
+        N, x, P, q = streams.connect(W, read, gain, eps, ...)   the streams H' = H A + y beta^T; x = RMSNorm(H' alpha) * gain
+        streams = N.then(F(x), A, beta)                         A and beta may depend on P and q, as alpha does
 
-    W (4, d, C) with C a power of two, 16 or more; P (B, T, 4, C), or (B, T, 1, C) its sum over the streams (together).
+    W (4, d, n), n <= 32; P (B, T, n) = sum_j H'_j W_j; q (B, T, 4) the squares of the streams; read (10,) as in read_weights.
     """
 
     def __init__(self, H, y=None, A=None, beta=None):
@@ -868,18 +968,14 @@ class Streams:
         H = x.new_zeros(*x.shape[:-1], 4, x.shape[-1])
         return cls(H, x, H.new_zeros(4, 4, dtype=torch.float32), H.new_ones(4, dtype=torch.float32))
 
-    def connect(self, W, together=False):
+    def connect(self, W, read, gain, eps, routing_eps, together):
         *shape, m, D = self.H.shape
-        T, stash = math.prod(shape), {}
-        A, beta = (c.expand(*shape, *c.shape[-n:]).reshape(T, *c.shape[-n:]) for c, n in ((self.A, 2), (self.beta, 1)))
+        T, n = math.prod(shape), W.shape[-1]
+        A = self.A.float().expand(*shape, m, m).reshape(T, 16).contiguous()
+        beta = self.beta.float().expand(*shape, m).reshape(T, m).contiguous()
         y = self.y.to(self.H.dtype).reshape(T, D).contiguous()
-        N, P, q, link = Connect.apply(self.H.reshape(T, m, D), y, A, beta, W, together, stash)
-        hidden = N.detach()
-
-        def read(alpha, gain, eps):
-            return Read.apply(link, alpha.expand(*shape, m).reshape(T, m), gain, hidden, eps, stash).view(*shape, D)
-
-        return Streams(N.view(*shape, m, D)), P.view(*shape, *P.shape[1:]), q.view(*shape, m), read
+        N, x, P, q, _, _ = connect(self.H.reshape(T, m, D), y, A, beta, pad(W, (0, 32 - n)), read.float(), gain, eps, routing_eps, together)
+        return Streams(N.view(*shape, m, D)), x.view(*shape, D), P[:, :n].view(*shape, n), q.view(*shape, m)
 
     def then(self, y, A, beta):
         return Streams(self.H, y, A, beta)
@@ -948,24 +1044,30 @@ def stream_enter(model, x):
 
 
 def stream_forward(self, streams, F):
-    """HC.forward and MHC.forward; RMS(H) W is made from H W and |H|^2."""
+    """HC.forward and MHC.forward; RMS(H) W is made from H W and |H|^2. The first four columns of a routing matrix are alpha's."""
     if not isinstance(streams, Streams):
         return type(self).forward(self, streams, F)
-    together = hasattr(self, "bias")  # mHC: all streams of a token decide together
-    d = streams.H.shape[-1]
-    if self.dynamic:
-        W = self.W.float().view(4, d, -1) if together else self.W.float().expand(4, *self.W.shape)
-        n, C = W.shape[-1], max(16, next_power_of_2(W.shape[-1]))
-        streams, P, q, read = streams.connect(pad(W, (0, C - n)), together)
-        if together:
-            product = P[..., 0, :n] * (q.sum(-1, keepdim=True) / (4 * d) + 1e-6).rsqrt()
-        else:
-            product = P[..., :n] * (q / d + 1e-8).rsqrt().unsqueeze(-1)
+    together, d = hasattr(self, "bias"), streams.H.shape[-1]  # mHC: all streams of a token decide together
+    zero, half = self.norm.weight.new_zeros(4), self.norm.weight.new_full((4,), 0.5)
+    if together:
+        read = torch.cat([half, self.bias[:4] / 2, half[:1], self.s[:1] / 2 if self.dynamic else zero[:1]])  # the sigmoid is a tanh
     else:
-        streams, _, _, read = streams.connect(streams.H.new_zeros(4, d, 16))
-        product = None
-    alpha, A, beta = self.coefficients(product)
-    return streams.then(F(read(alpha, self.norm.weight, self.norm.eps)), A, beta)
+        read = torch.cat([self.alpha, zero, self.s_in.view(1) if self.dynamic else zero[:1], 2 * half[:1]])
+    if not self.dynamic:
+        W = zero.new_zeros(4, d, 1)
+    elif together:
+        W = self.W.float().view(4, d, -1)
+    else:  # one matrix for each stream: blocks, which P has side by side
+        W = torch.einsum("ij,dc->idcj", torch.eye(4, device=zero.device), self.W.float()).flatten(2)
+    eps = 1e-6 if together else 1e-8
+    streams, x, P, q = streams.connect(W, read, self.norm.weight, self.norm.eps, eps, together)
+    product = None
+    if self.dynamic and together:
+        product = P * (q.sum(-1, keepdim=True) / (4 * d) + eps).rsqrt()
+    elif self.dynamic:
+        product = P.unflatten(-1, (6, 4)).mT * (q / d + eps).rsqrt().unsqueeze(-1)
+    _, A, beta = self.coefficients(product)
+    return streams.then(F(x), A, beta)
 
 
 def stream_head(self, streams):
@@ -976,7 +1078,7 @@ def constrain(self, logits):
     """MHC.constrain, doubly stochastic."""
     if not usable(logits.detach()):
         return type(self).constrain(self, logits)
-    return Sinkhorn.apply(logits, self.iterations, 1e-6).unflatten(-1, (4, 4))
+    return sinkhorn(logits.float().contiguous(), self.iterations, 1e-6).unflatten(-1, (4, 4))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1021,14 +1123,14 @@ def depth_mixing_bytes(L, d, b=1, T=16384):
     return sum(depth_mixing_traffic(L, b)) * 2 * d + SCALAR_BYTES * scores + sums
 
 
-# Arrays of (T, d) that one connection of four streams moves, (forward, backward): connect_forward 9, read_forward 5;
-# read_backward 5, connect_backward 15, and the product for the gradient of W 4.
-CONNECTOR_TRAFFIC = 14, 24
+# Arrays of (T, d) that one connection of four streams moves between memory and chip, (forward, backward): H, f in, N, x out; H, f, DN,
+# DX in, DH, DF out, and N once more for the gradient of W. The second pass of a program over its 16 tokens, 4 and 6 arrays, is from cache.
+CONNECTOR_TRAFFIC = 10, 19
 
 
 def hyper_connection_bytes(L, d):
-    """Bytes of a token, forward and backward, in bf16; without those of the routing's 24 numbers."""
-    return 2 * L * sum(CONNECTOR_TRAFFIC) * 2 * d
+    """Bytes of a token, forward and backward, in bf16, with the sums of DGAIN; without those of the routing's 24 numbers."""
+    return 2 * L * (sum(CONNECTOR_TRAFFIC) * 2 * d + 2 * 4 * d / 16)
 
 
 def ceil_div(a, b):
@@ -1097,7 +1199,7 @@ def connections_alone(rule, L, d, T, fast):
         with torch.autocast("cuda", torch.bfloat16):
             h = model.enter(x)
             for residual, _ in model.branches():
-                h = residual(h, lambda y: y)
+                h = residual(h, torch.clone)
             model.reader(h).float().sum().backward()
 
     return step

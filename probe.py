@@ -59,6 +59,7 @@ class Subject:
     model: torch.nn.Module
     tokens: torch.Tensor
     eot: int | None = None
+    folder: Path | None = None  # of the run
     tokenizer: object = None  # for the probes that bring their own text
     examples: int = 0  # of each evaluation set; 0: all
     sources: dict = field(default_factory=dict)  # of evaluation sets, where they are not those of data.py
@@ -143,6 +144,11 @@ class Probe:
     @staticmethod
     def batch(model, tokens, targets):
         """{name: mean over the tokens}"""
+
+    @staticmethod
+    def settings(subject):
+        """What else than the weights and the data the result depends on."""
+        return {"windows": len(subject.tokens), "length": subject.tokens.shape[1] - 1}
 
     @staticmethod
     def summary(out):
@@ -319,10 +325,20 @@ class Pruning(Probe):
         axes[0].set(xlabel="removed layer", ylabel="change of the loss (nats per token)")
 
 
-class Arc(Probe):
+class Tasks(Probe):
+    """A probe that brings its own text; it runs if it is named."""
+
+    default = False
+
+    @staticmethod
+    def settings(subject):
+        return {"examples": subject.examples, "sources": subject.sources}
+
+
+class Arc(Tasks):
     """ARC-Easy without one layer: the accuracy of the answer with the highest log-likelihood per character (Figure 8a)."""
 
-    figure, default = "8", False
+    figure = "8"
 
     @classmethod
     def measure(cls, subject, out):
@@ -564,10 +580,10 @@ class Health(Probe):
             ax.grid(alpha=0.3)
 
 
-class NLL(Probe):
+class NLL(Tasks):
     """Teacher-forced loss on six tasks: over all target tokens of a task, and the plain mean of two tasks (Figure 4)."""
 
-    figure, default = "4", False
+    figure = "4"
     CATEGORIES = {"coding": ("mbpp", "humaneval"), "STEM": ("sciq", "gpqa"), "math": ("gsm8k", "math-500")}
     TASKS = tuple(task for tasks in CATEGORIES.values() for task in tasks)
 
@@ -632,13 +648,20 @@ class Layers(Probe):
 
     @classmethod
     def measure(cls, subject, out):
-        raise NotImplementedError("no layers.jsonl in this run; `train.py --layer_stats=10` writes it")
-        yield
+        records = [json.loads(line) for line in cls.log(subject).read_text().splitlines()]
+        out.update({key: np.array([record[key] for record in records]) for key in records[0]})
+        yield 1
 
     @staticmethod
-    def read(path):
-        records = [json.loads(line) for line in path.read_text().splitlines()]
-        return {key: np.array([record[key] for record in records]) for key in records[0]}
+    def log(subject):
+        path = subject.folder and subject.folder / "layers.jsonl"
+        if not path or not path.exists():
+            raise NotImplementedError("no layers.jsonl in this run; `train.py --layer_stats=10` writes it")
+        return path
+
+    @classmethod
+    def settings(cls, subject):
+        return {"size": cls.log(subject).stat().st_size}
 
     @staticmethod
     def summary(out):
@@ -804,16 +827,14 @@ def probe_run(path, args):
     tokens = torch.from_numpy(windows.batch(0, n)).to(device)
     settings = {"weights": weights_hash(model), "data": dataset.identity}
     print(f"{cfg.name}: {cfg.residual}, {cfg.n_layer} layers of width {cfg.d_model}, on {n} windows of {length} tokens of {dataset.name}")
+    sources = {source.partition("=")[0]: source for source in args.tasks.split(",") if source}
     results, problems = Results(folder), {}
     for name in names:
-        sources = {source.partition("=")[0]: source for source in args.tasks.split(",") if source}
-        subject = Subject(model, tokens, dataset.eot, examples=args.examples, sources=sources)
-        own_text = name in ("arc", "nll")
+        subject = Subject(model, tokens, dataset.eot, folder, examples=args.examples, sources=sources)
         try:
-            if own_text:
+            if issubclass(PROBES[name], Tasks):
                 subject.tokenizer = dataset.load_tokenizer()
-            about = {"examples": args.examples, "tasks": args.tasks} if own_text else {"windows": n, "length": length}
-            run_probe(name, folder, subject, results, settings | about)
+            run_probe(name, subject, results, settings | PROBES[name].settings(subject))
         except (NotImplementedError, Mistake) as reason:
             results.arrays.pop(name, None)
             results.about.pop(name, None)
@@ -824,35 +845,29 @@ def probe_run(path, args):
         raise Mistake(f"nothing was measured: {names[0]} is not for this run")
 
 
-def run_probe(name, folder, subject, results, settings):
+def run_probe(name, subject, results, settings):
     """Go on with one probe to its end; what is there is kept every few seconds, and when it is interrupted."""
-    probe, log = PROBES[name], folder / "layers.jsonl"
-    if probe is Layers and log.exists():
-        settings = {"size": log.stat().st_size}
-    out, begun, saved = results.start(name, settings), time.perf_counter(), time.perf_counter()
-    first = None
+    probe, out, saved, start = PROBES[name], results.start(name, settings), time.perf_counter(), None
     if not results.about[name]["done"]:
         try:
             with torch.no_grad():
-                if probe is Layers and log.exists():
-                    out.update(Layers.read(log))
-                else:
-                    for done in probe.measure(subject, out):
-                        now, first = time.perf_counter(), done if first is None else first
-                        left = (now - begun) * (1 - done) / done if done == first else (now - begun) * (1 - done) / (done - first)
-                        show(f"{name:12} {done:4.0%}  {train.duration(left)} left")
-                        if now - saved > 10:
-                            results.save()
-                            saved = time.perf_counter()
+                for done in probe.measure(subject, out):
+                    now = time.perf_counter()
+                    start = start or (now, done)  # what an earlier call has done tells nothing of the time left
+                    left = (now - start[0]) * (1 - done) / (done - start[1]) if done > start[1] else math.nan
+                    show(f"{name:12} {done:4.0%}" + (f"  {train.duration(left)} left" if left >= 0 else ""))
+                    if now - saved > 10:
+                        results.save()
+                        saved = now
         except KeyboardInterrupt:
             results.save()
-            print(f"\ninterrupted; {folder}/probe.npz keeps what is measured, and the same command goes on")
+            print(f"\ninterrupted; {subject.folder}/probe.npz keeps what is measured, and the same command goes on")
             raise
         results.about[name] |= {"done": True, "summary": {key: float(value) for key, value in probe.summary(out).items()}}
         results.save()
-    draw_run(folder, name, out)
+    draw_run(subject.folder, name, out)
     numbers = "  ".join(f"{key} {value:.4g}" for key, value in results.about[name]["summary"].items())
-    show(f"{name:12} {folder / name}.png  {numbers}", end="\n")
+    show(f"{name:12} {subject.folder / name}.png  {numbers}", end="\n")
 
 
 def show(text, end=""):
@@ -919,7 +934,7 @@ def read_runs(paths):
     for path in map(Path, paths):
         for row in read_csv(path) if path.suffix == ".csv" else [read_run(path)]:
             if row:
-                rows[row["name"]] = row
+                rows[row["name"], row["tokens"]] = row
     require(rows or not paths, "none of these runs is complete; the same `python train.py` command goes on with one")
     return list(rows.values())
 
@@ -1006,11 +1021,10 @@ def aspect_axis(ax, shapes):
 
 
 def figure2(rows):
-    """Loss against aspect ratio, one panel for each corpus; without runs, and beside runs of the paper's shapes, the paper's values."""
-    plt, corpora = pyplot(), list(dict.fromkeys(row["data"] for row in rows)) or [""]
-    figure, axes = plt.subplots(1, len(corpora), figsize=(6.5 * len(corpora), 4.5), layout="constrained", squeeze=False)
-    for ax, corpus in zip(axes[0], corpora):
-        mine = [row for row in rows if row["data"] == corpus]
+    """Loss against aspect ratio, one panel for each `budget`; without runs, and beside runs of the paper's shapes, the paper's values."""
+    plt, panels = pyplot(), list(budgets(rows).values()) or [[]]
+    figure, axes = plt.subplots(1, len(panels), figsize=(6.5 * len(panels), 4.5), layout="constrained", squeeze=False)
+    for ax, mine in zip(axes[0], panels):
         if mine:
             curves(ax, mine)
         if not mine or any((row["n_layer"], row["d_model"]) in flops.SHAPES for row in mine):
@@ -1023,9 +1037,17 @@ def figure2(rows):
     return figure
 
 
+def budgets(rows):
+    """{(corpus, tokens): its rows}: what may be compared."""
+    found = {}
+    for row in sorted(rows, key=lambda row: (row["data"], row["tokens"])):
+        found.setdefault((row["data"], row["tokens"]), []).append(row)
+    return found
+
+
 def describe(rows):
-    seeds, steps = len({row["seed"] for row in rows}), sorted({row["max_steps"] for row in rows})
-    return f"{rows[0]['data']}, {' or '.join(f'{n:,}' for n in steps)} steps, {seeds} seed{'s' * (seeds > 1)}; band: one sd; x: missing"
+    seeds, row = len({row["seed"] for row in rows}), rows[0]
+    return f"{row['data']}, {row['max_steps']:,} steps, up to {seeds} seed{'s' * (seeds > 1)}; band: one sd; x: missing"
 
 
 def missing(rows):
@@ -1058,12 +1080,13 @@ def figure3(rows):
 
 
 def figure12(rows):
-    """Loss against peak learning rate, a panel for each shape."""
+    """Loss against peak learning rate, a panel for each shape and budget."""
     require(rows, "--figure=12 needs runs, as of `python train.py configs/400m_preln_L24.py --lr=5e-4,1e-3,2e-3,5e-3`")
-    plt, shapes = pyplot(), sorted({(row["n_layer"], row["d_model"]) for row in rows})
-    figure, axes = plt.subplots(1, len(shapes), figsize=(4.5 * len(shapes), 4), layout="constrained", squeeze=False, sharey=True)
-    for ax, shape in zip(axes[0], shapes):
-        mine = [row for row in rows if (row["n_layer"], row["d_model"]) == shape]
+    plt, panels = pyplot(), {}
+    for row in sorted(rows, key=lambda row: (row["data"], row["tokens"], row["n_layer"])):
+        panels.setdefault((row["data"], row["max_steps"], row["n_layer"], row["d_model"]), []).append(row)
+    figure, axes = plt.subplots(1, len(panels), figsize=(4.5 * len(panels), 4), layout="constrained", squeeze=False)
+    for ax, ((corpus, steps, L, d), mine) in zip(axes[0], panels.items()):
         for rule in sorted({row["residual"] for row in mine}, key=order):
             by_lr = {}
             for row in mine:
@@ -1076,7 +1099,7 @@ def figure12(rows):
         ax.set_xticks(rates, [f"{lr:g}" for lr in rates], fontsize=7)
         ax.minorticks_off()
         ax.set(xlabel="peak learning rate")
-        ax.set_title(f"{shape[0]} layers of width {shape[1]}", fontsize=9)
+        ax.set_title(f"{corpus}, {steps:,} steps: {L} x {d}", fontsize=9)
         ax.grid(alpha=0.3)
     axes[0][0].set(ylabel="validation loss (nats per token)")
     axes[0][0].legend(fontsize=7)
@@ -1121,7 +1144,8 @@ def effects(rows):
             both = [cost[seed] - base[1][seed] for seed in cost.keys() & base[1].keys()]
             line += f"   against {style(base[0])['label']}: {mean_sd(both)}" if both else ""
         lines.append(line)
-    head = f"{rows[0]['data']}: loss at {deep[0]} x {deep[1]} minus loss at {shallow[0]} x {shallow[1]}, paired by seed"
+    where = f"{rows[0]['data']}, {rows[0]['max_steps']:,} steps"
+    head = f"{where}: loss at {deep[0]} x {deep[1]} minus loss at {shallow[0]} x {shallow[1]}, paired by seed"
     return "\n".join([head, *lines, ""]) if lines else ""
 
 
@@ -1185,8 +1209,8 @@ def draw_figures(args):
         require(len(figures) == 1, f"--figure={args.figure}: {figures[0]} is drawn alone")
         rows = read_runs(args.runs)
         figure = FIGURES[figures[0]](rows)
-        for corpus in dict.fromkeys(row["data"] for row in rows):
-            print(effects([row for row in rows if row["data"] == corpus]), end="")
+        for mine in budgets(rows).values():
+            print(effects(mine), end="")
     else:
         figure = side_by_side(figures, args.runs)
     path = args.out or Path("results", f"figure{'-'.join(figures)}.png")

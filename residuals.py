@@ -25,7 +25,7 @@ from typing import Literal, get_args, get_origin
 
 import torch
 from torch import nn
-from torch.nn.functional import layer_norm, one_hot, rms_norm, scaled_dot_product_attention
+from torch.nn.functional import layer_norm, one_hot, pad, rms_norm, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from configs import Mistake, suggest
@@ -744,7 +744,7 @@ def depth_attention(q, k, v, C):
     if not C:
         return scaled_dot_product_attention(q, k, v, is_causal=True)
     keys, values = zip(*C)
-    if q.is_cuda:  # the fused attention used below is the CPU's
+    if q.device.type not in FUSED_ATTENTION or (q.is_cuda and q.dtype == torch.float32):  # a GPU's takes half precision alone
         return checkpoint(depth_attention_by_scores, q, k, v, keys, values, use_reentrant=False)
     return DepthAttentionFunction.apply(q, k, v, *keys, *values)
 
@@ -938,16 +938,17 @@ class DepthMixFunction(torch.autograd.Function):
 class DepthAttentionFunction(torch.autograd.Function):
     """depth_attention without its T x T scores: the fused causal attention, merged with the depth part by their
     log-sum-exps. The fused backward rebuilds its weights as exp(score - lse); given the lse and the output of both parts
-    together, it returns the exact gradients of its share.
+    together, it returns the exact gradients of its share. On a GPU this has not run yet.
     """
 
     @staticmethod
     def forward(ctx, *inputs):
         q, k, v, *C = inputs
         keys, values = C[: len(C) // 2], C[len(C) // 2 :]
-        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))  # the operator takes that for granted
-        o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
-        Q = q.unflatten(1, (keys[0].shape[1], -1))  # (B, G, H / G, T, D)
+        attention, _, pad_to = FUSED_ATTENTION[q.device.type]
+        o, lse, *ctx.more = attention(*padded(pad_to, q, k, v), q.shape[-1] ** -0.5)
+        o = o[..., : q.shape[-1]]
+        Q = wide(q).unflatten(1, (keys[0].shape[1], -1))  # (B, G, H / G, T, D)
         s = torch.stack([(Q * x.unsqueeze(2)).sum(-1).flatten(1, 2) for x in keys], -1) * q.shape[-1] ** -0.5  # (B, H, T, n)
         total = torch.logaddexp(lse, s.logsumexp(-1))
         p = (s - total.unsqueeze(-1)).exp()
@@ -963,17 +964,50 @@ class DepthAttentionFunction(torch.autograd.Function):
     def backward(ctx, g):
         q, k, v, o, total, p, *C = ctx.saved_tensors
         keys, values = C[: len(C) // 2], C[len(C) // 2 :]
-        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(g, q, k, v, o, total, 0.0, True)
+        _, gradients, pad_to = FUSED_ATTENTION[q.device.type]
+        dq, dk, dv = gradients(*padded(pad_to, g, q, k, v, o), total, *ctx.more, q.shape[-1] ** -0.5)
+        dq, dk, dv = (x[..., : q.shape[-1]] for x in (dq, dk, dv))
         shape = keys[0].shape[1], -1
-        Q, dQ, dO = (x.unflatten(1, shape) for x in (q, dq, g))
+        Q, dQ, dO = (wide(x).unflatten(1, shape) for x in (q, dq, g))
         P, delta = p.unflatten(1, shape).unsqueeze(-2), (dO * o.unflatten(1, shape)).sum(-1, keepdim=True)
         dkeys, dvalues = [], []
         for i, (x, y) in enumerate(zip(keys, values)):
             ds = P[..., i] * ((dO * y.unsqueeze(2)).sum(-1, keepdim=True) - delta) * q.shape[-1] ** -0.5
-            dQ = torch.addcmul(dQ, ds.to(q.dtype), x.unsqueeze(2))
+            dQ = torch.addcmul(dQ, ds, x.unsqueeze(2))
             dkeys.append((ds * Q).sum(2).to(x.dtype))
             dvalues.append((P[..., i] * dO).sum(2).to(y.dtype))
-        return dQ.flatten(1, 2), dk, dv, *dkeys, *dvalues
+        return dQ.flatten(1, 2).to(q.dtype), dk, dv, *dkeys, *dvalues
+
+
+def padded(n, *tensors):
+    """Heads with zeros behind their channels, up to a multiple of n; their last axis dense, which the operators take for granted."""
+    tensors = [pad(x, (0, -x.shape[-1] % n)) for x in tensors]
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
+
+
+def attention_on_cpu(q, k, v, scale):
+    """Fused causal attention: its output (B, H, T, D), its log-sum-exps (B, H, T), and what its gradients need besides."""
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, scale=scale)
+
+
+def attention_gradients_on_cpu(g, q, k, v, o, lse, scale):
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(g, q, k, v, o, lse, 0.0, True, scale=scale)
+
+
+def attention_on_gpu(q, k, v, scale):
+    o, lse, *more, _ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, scale=scale)
+    return o, lse, *more  # offsets of sequences and their longest, of no use here, and the state of dropout
+
+
+def attention_gradients_on_gpu(g, q, k, v, o, lse, offsets_q, offsets_k, longest_q, longest_k, seed, offset, scale):
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
+    return backward(g, q, k, v, o, lse, offsets_q, offsets_k, longest_q, longest_k, 0.0, True, seed, offset, scale=scale)
+
+
+FUSED_ATTENTION = {  # by device: the operator, its gradients, and the multiple of channels that it wants of a head
+    "cpu": (attention_on_cpu, attention_gradients_on_cpu, 1),
+    "cuda": (attention_on_gpu, attention_gradients_on_gpu, 8),
+}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,13 +1,15 @@
 """
-Train a model, or several one after the other.
+Train a model, or several one after the other or side by side.
 
     python train.py configs/toy.py                                    one run
     python train.py configs/toy.py --lr=1e-3,2e-3 --seed=0,1          one for each combination
+    python train.py configs/toy.py --lr=1e-3,2e-3 --jobs=2            two at a time, each on one thread of the CPU
     torchrun --nproc_per_node=8 train.py configs/400m_hc_L24.py       one on eight GPUs
     python train.py --list                                            the runs that have a config file
 
-What a run leaves is in out/<name>: log.jsonl with one line for each step, config.json, checkpoint.pt, loss.png. The same
-command, given again, goes on from the checkpoint and arrives where it would have arrived without the stop, to the bit.
+What a run leaves is in out/<name>: log.jsonl with one line for each step, config.json, checkpoint.pt, loss.png; with
+--layer_stats also layers.jsonl, with --jobs what it printed, stdout.txt. The same command, given again, goes on from the
+checkpoint and arrives where it would have arrived without the stop, to the bit.
 """
 
 import contextlib
@@ -17,11 +19,14 @@ import math
 import os
 import signal
 import statistics
+import subprocess
 import sys
+import threading
 import time
 from collections import deque
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from shutil import get_terminal_size
 
 import torch
 import torch.distributed as dist
@@ -33,10 +38,16 @@ import data
 import flops
 import kernels
 import residuals
-from configs import Mistake, TrainConfig
+from configs import Mistake, TrainConfig, require
 from model import Transformer
 
-FREE = "name data device compile kernels micro_batch_size eval_every save_every log_every sample".split()  # may change when a run goes on
+try:
+    import fcntl
+except ImportError:  # not on Windows, where two processes may then get into one folder
+    fcntl = None
+
+# may change when a run goes on
+FREE = "name data device compile kernels micro_batch_size eval_every save_every log_every layer_stats sample".split()
 PEAK = {"A100": flops.A100, "H100": 989e12, "H200": 989e12}  # dense bf16 FLOP/s
 
 
@@ -84,11 +95,14 @@ def token_losses(model, batch, cfg, device):
     return cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten(), reduction="none")
 
 
-def train_step(model, optimizer, windows, step, cfg, ranks, stop):
+def train_step(model, optimizer, windows, step, cfg, ranks, stop, log=None):
     """One optimizer step on a global batch, in micro-batches. Returns what the log should say about it.
 
     A request to stop is heeded between micro-batches, before anything has changed; so is a loss that is not finite.
+    Given a log, every cfg.layer_stats-th step leaves a line in layers.jsonl, before its loss is found not to be finite.
     """
+    measured = log and log.first and cfg.layer_stats and step % cfg.layer_stats == 0
+    depth = watch_depth(model) if measured else None
     lr = lr_at(step, cfg)
     for group in optimizer.param_groups:
         group["lr"] = lr
@@ -102,6 +116,8 @@ def train_step(model, optimizer, windows, step, cfg, ranks, stop):
             part = token_losses(model, windows.batch(step - 1, cfg.batch_size, rows), cfg, ranks.device).mean() / len(micro_batches)
             part.backward()
         loss += part.detach().double()
+    if measured:
+        log.write({"step": step, **layer_stats(model, *depth)}, "layers.jsonl")
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip)
     loss, norm = ranks.sum(loss).item() / ranks.n, norm.item()
     if not math.isfinite(loss) or not math.isfinite(norm):
@@ -110,6 +126,45 @@ def train_step(model, optimizer, windows, step, cfg, ranks, stop):
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return {"step": step, "loss": loss, "lr": lr, "grad_norm": norm}
+
+
+def watch_depth(model):
+    """RMS of the depth states z_0 ... z_L and of the updates z_{l+1} - z_l: two lists for the next forward pass to fill.
+
+    That pass is of the first micro-batch of the first rank. z_l is the vector that the probes compare, all streams of a token.
+    """
+    model = getattr(model, "module", model)
+    readers = {block: block.attn_residual.reader for block in model.blocks} | {model.reader: model.reader}
+    stream, update, before = [], [], []
+
+    @torch.no_grad()
+    def look(module, args):
+        z = residuals.wide(readers[module].vector(*args))
+        stream.append(rms(z))
+        if before:
+            update.append(rms(z - before.pop()))
+        before.append(z)
+        handles.pop(0).remove()
+
+    handles = [module.register_forward_pre_hook(look) for module in readers]
+    return stream, update
+
+
+def rms(x):
+    return x.square().mean().sqrt()
+
+
+def layer_stats(model, stream, update):
+    """What layers.jsonl says of a step: a blow-up of the stream shows there long before the loss is not finite.
+
+    stream: RMS of z_0 ... z_L; and of each layer: update, RMS of z_{l+1} - z_l; gain, RMS of z_{l+1} over that of z_l;
+    gradient, the norm of that of its parameters before clipping (those that layers share count in each).
+    """
+    blocks = getattr(model, "module", model).blocks
+    gradients = [[residuals.wide(p.grad) for p in block.parameters() if p.grad is not None] for block in blocks]
+    stream, update, gradient = map(torch.stack, (stream, update, [torch.nn.utils.get_total_norm(each) for each in gradients]))
+    stats = {"stream": stream, "update": update, "gain": stream[1:] / stream[:-1], "gradient": gradient}
+    return {key: values.tolist() for key, values in stats.items()}
 
 
 class NotFinite(Exception):
@@ -159,7 +214,7 @@ class Ranks:
 
     def __init__(self, device):
         self.n, self.rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
-        kind = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+        kind = kind_of(device)
         if kind == "cuda" and not torch.cuda.is_available():
             raise Mistake("--device=cuda: torch finds no GPU; --device=cpu runs without")
         self.device = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0)) if kind == "cuda" else None)
@@ -185,11 +240,15 @@ class Ranks:
         return DistributedDataParallel(model, broadcast_buffers=False) if self.n > 1 else model
 
 
-class Stop:
-    """Ctrl-C and SIGTERM ask the run to stop where nothing is lost; a second one ends it at once."""
+def kind_of(device):
+    return device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
 
-    def __init__(self, ranks):
-        self.ranks, self.signal = ranks, 0
+
+class Stop:
+    """Ctrl-C and SIGTERM ask the run to stop where nothing is lost; a second one ends it at once, and its children."""
+
+    def __init__(self, ranks, children=()):
+        self.ranks, self.children, self.signal = ranks, children, 0
 
     def __enter__(self):
         self.before = {number: signal.signal(number, self.request) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -201,6 +260,8 @@ class Stop:
 
     def request(self, number, frame):
         if self.signal:
+            for child in self.children:
+                child.kill()
             os._exit(128 + number)
         self.signal = number
 
@@ -222,6 +283,30 @@ class Interrupted(Exception):
     @property
     def status(self):
         return 128 + self.args[0]
+
+
+def open_in(out, name):
+    """A file to append to in the folder of a run, which is made if need be. Raises Mistake."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        return open(out / name, "a")
+    except OSError as error:
+        raise Mistake(f"cannot write to {out.resolve()} ({error.strerror}); run the command in a folder that is yours") from None
+
+
+@contextlib.contextmanager
+def alone_in(out, ranks):
+    """Keep other processes out of the folder of a run, which is made if need be. The lock is on config.json, and the system
+    takes it off when this process ends, however it does. Raises Mistake."""
+    with open_in(out, "config.json") as file:
+        if fcntl and ranks.first:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise Mistake(f"another process is at work in {out}; wait until it ends, or give this run its own --name") from None
+            except OSError:  # a file system without locks
+                pass
+        yield
 
 
 def keep_freed_memory(reserve=2**30):
@@ -337,35 +422,44 @@ def resume(path, model, optimizer, cfg, dataset, device):
 
 
 class Log:
-    """The terminal, where the last line is live, and log.jsonl. Silent on all ranks but the first."""
+    """The terminal, where the last line is live, log.jsonl, and layers.jsonl. Silent on all ranks but the first."""
 
     def __init__(self, out, start, first):
-        self.first, self.live, self.path = first, sys.stdout.isatty(), out / "log.jsonl"
-        if first:
-            kept = [json.dumps(r) + "\n" for r in read_log(self.path) if r["step"] <= start]
-            neighbour = self.path.with_name("log.jsonl.new")
-            neighbour.write_text("".join(kept))  # what came after the checkpoint will come again
-            neighbour.replace(self.path)
+        self.first, self.out = first, out
+        for path in (out / "log.jsonl", out / "layers.jsonl") if first else ():
+            if path.exists():
+                kept = [json.dumps(r) + "\n" for r in read_log(path, ["step"]) if r["step"] <= start]
+                neighbour = path.with_name(path.name + ".new")
+                neighbour.write_text("".join(kept))  # what came after the checkpoint will come again
+                neighbour.replace(path)
 
     def say(self, text, passing=False):
-        """Print a line; a passing one is for the terminal alone, and the next line overwrites it."""
-        if self.first and (self.live or not passing):
-            print("\r\033[K" + text if self.live else text, end="" if passing else "\n", flush=True)
-
-    def write(self, record):
         if self.first:
-            with open(self.path, "a") as file:
+            say(text, passing)
+
+    def write(self, record, name="log.jsonl"):
+        if self.first:
+            with open(self.out / name, "a") as file:
                 print(json.dumps(record), file=file)
 
 
-def read_log(path):
-    """The records of log.jsonl; lines that are none, as the last when a kill cut it short, are left out."""
+def say(text, passing=False):
+    """Print a line; a passing one is for a terminal alone, and the next line overwrites it."""
+    live = sys.stdout.isatty()
+    if live or not passing:
+        print("\r\033[K" + text if live else text, end="" if passing else "\n", flush=True)
+
+
+def read_log(path, keys=("step", "loss"), tail=None):
+    """The records of log.jsonl, or those in its last `tail` bytes; lines that are none, as one that was cut short, are left out."""
     records = []
     with contextlib.suppress(FileNotFoundError), open(path, errors="replace") as file:
+        if tail:
+            file.seek(max(0, path.stat().st_size - tail))
         for line in file:
             with contextlib.suppress(json.JSONDecodeError):
                 records.append(json.loads(line))
-    return [record for record in records if isinstance(record, dict) and {"step", "loss"} <= record.keys()]
+    return [record for record in records if isinstance(record, dict) and record.keys() >= set(keys)]
 
 
 def introduce(log, cfg, model, optimizer, dataset, ranks, out):
@@ -454,12 +548,12 @@ def train(cfg):
         raise Mistake(f"vocab_size={cfg.vocab_size} is smaller than that of {cfg.data}; --vocab_size={dataset.vocab_size} is the least")
     windows, val = dataset.windows("train", cfg.seq_len, cfg.seed), dataset.windows("val", cfg.seq_len, 0)
     out = Path("out") / cfg.name
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "config.json").touch()
-    except OSError as error:
-        raise Mistake(f"cannot write to {out.resolve()} ({error.strerror}); run the command in a folder that is yours") from None
+    with alone_in(out, ranks):
+        return train_in(out, cfg, ranks, dataset, windows, val)
 
+
+def train_in(out, cfg, ranks, dataset, windows, val):
+    """`train` in a folder that no other process is in."""
     torch.manual_seed(cfg.seed)
     model = Transformer(cfg)
     if cfg.precision == "bf16":
@@ -476,7 +570,7 @@ def train(cfg):
     introduce(log, cfg, model, optimizer, dataset, ranks, out)
     if start:
         log.say(f"going on after step {start}")
-    if problem := kernels.accelerate(model, cfg.kernels):
+    if cfg.kernels != "reference" and (problem := kernels.accelerate(model, cfg.kernels)):
         log.say(problem)
     if cfg.compile and (problem := compile_parts(model)):
         log.say(problem)
@@ -497,7 +591,7 @@ def train(cfg):
                 if record is None:
                     stop.check_together()
                     t = time.perf_counter()
-                    record = train_step(wrapped, optimizer, windows, step + 1, cfg, ranks, stop)
+                    record = train_step(wrapped, optimizer, windows, step + 1, cfg, ranks, stop, log)
                     step += 1
                     record["seconds"] = time.perf_counter() - t
                     if step == start + 1:
@@ -537,9 +631,122 @@ def show_sample(log, model, dataset, n):
     log.say("A sample of what it has learnt to write:\n" + "\n".join("    " + line for line in text.splitlines()))
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Several runs
+
+
+def one_after_the_other(runs):
+    """Train each run. Returns name -> 'val_loss 1.2345', or why there is none; after a run that diverges the others go on."""
+    results = {}
+    for cfg in runs:
+        try:
+            results[cfg.name] = f"val_loss {train(cfg):.4f}"
+        except NotFinite as problem:
+            results[cfg.name] = str(problem)
+    return results
+
+
+def side_by_side(runs, jobs):
+    """The same, `jobs` runs at a time, each in a process of its own on one thread; no failure of a run stops the others.
+
+    Raises Interrupted after the runs under way have saved their last whole step.
+    """
+    waiting, running, results = deque(runs), {}, {}
+    work = {cfg.name: flops.train_flops(replace(cfg, residual="preln")) for cfg in runs}  # a rule of the reader's has no formula
+
+    def share():
+        parts = (work[cfg.name] * (cfg.name in results or min(1, newest(cfg)["step"] / cfg.max_steps)) for cfg in runs)
+        return sum(parts) / sum(work.values())
+
+    def show():
+        done = share()
+        left = f", {duration((1 - done) / (done - before) * (time.perf_counter() - began))} left" if done > before else ""
+        now = [(cfg, newest(cfg)) for cfg, _ in running.values()]
+        each = "".join(f"; {cfg.name} {record['step']}/{cfg.max_steps} loss {record['loss']:.4f}" for cfg, record in now if record["step"])
+        say(f"{len(results)} of {len(runs)} done{left}{each}"[: get_terminal_size().columns - 1], passing=True)
+
+    def collect():
+        time.sleep(0.5)
+        for process in [process for process in running if process.poll() is not None]:
+            cfg, started = running.pop(process)
+            results[cfg.name] = outcome(process, cfg)
+            say(f"{cfg.name}  {results[cfg.name]}  {duration(time.perf_counter() - started)}")
+
+    say(f"{len(runs)} runs, {jobs} at a time; what each prints is in out/<name>/stdout.txt")
+    before, began = share(), time.perf_counter()
+    with Stop(None, running) as stop:
+        while (waiting or running) and not stop.signal:
+            while waiting and len(running) < jobs:
+                cfg = waiting.popleft()
+                running[start_run(cfg)] = cfg, time.perf_counter()
+            show()
+            collect()
+        if stop.signal:
+            say("interrupted; the runs under way save their last whole step")
+            for process in running:
+                process.stdin.close()
+            while running:
+                collect()
+            complete = sum(result.startswith("val_loss") for result in results.values())
+            say(f"{complete} of {len(runs)} runs are complete, and the same command goes on from there")
+            raise Interrupted(stop.signal)
+    return {cfg.name: results[cfg.name] for cfg in runs}
+
+
+def newest(cfg):
+    """The last record in the log of a run, or of a step 0."""
+    return [{"step": 0}, *read_log(Path("out") / cfg.name / "log.jsonl", tail=2000)][-1]
+
+
+def start_run(cfg):
+    """A process that trains one run, on one thread, apart from the terminal, whose Ctrl-C is for this one.
+
+    Its standard input brings the config; when that ends, because this process closes it or dies, the run saves and stops.
+    """
+    with open_in(Path("out") / cfg.name, "stdout.txt") as printed:
+        process = subprocess.Popen(
+            [sys.executable, __file__, "-"], stdin=subprocess.PIPE, stdout=printed, stderr=printed, bufsize=0,
+            start_new_session=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+    process.stdin.write(json.dumps(asdict(cfg)).encode() + b"\n")
+    return process
+
+
+def run_of_parent():
+    """The other end of `start_run`, `python train.py -`: the config that it sent."""
+    cfg = TrainConfig(**json.loads(sys.stdin.readline()))
+
+    def follow():
+        os.read(0, 1)  # until it ends; sys.stdin.read would hold a lock that the interpreter wants when it ends first
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=follow, daemon=True).start()
+    return cfg
+
+
+def outcome(process, cfg):
+    """What a process of `start_run` that has ended says of its run: its last line, unless a signal left it none."""
+    if process.returncode < 0:
+        return f"ended by {signal.Signals(-process.returncode).name}"
+    printed = (Path("out") / cfg.name / "stdout.txt").read_text(errors="replace")
+    return [f"ended with status {process.returncode}", *printed.splitlines()][-1]
+
+
+def jobs_of(argv):
+    """(N, the words without --jobs=N), N = 1 if it is not there. Raises Mistake."""
+    given = [word for word in argv if word.partition("=")[0] == "--jobs"]
+    if not given:
+        return 1, argv
+    require(len(given) == 1, "--jobs is given twice")
+    number = given[0].partition("=")[2]
+    require(number.isdecimal() and int(number) > 0, f"{given[0]}: expected how many runs to train at a time, as in --jobs=2")
+    return int(number), [word for word in argv if word not in given]
+
+
 def main(argv):
     if not argv or "--help" in argv or "-h" in argv:
-        print(f"{__doc__}\nOptions, as --key=value, several values separated by commas:\n{configs.describe()}")
+        print(f"{__doc__}\nOptions, as --key=value, several values separated by commas:\n{configs.describe()}\n\nOf the command:")
+        print(f"  {'--jobs=1':28} of several runs, how many to train at a time on a CPU, each on one thread if there are more")
         return
     if "--list" in argv:
         print(flops.list_runs())
@@ -548,24 +755,27 @@ def main(argv):
         print(residuals.table(measure=False))
         return
     keep_freed_memory()
-    runs = configs.runs(argv)
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    jobs, words = jobs_of(argv)
+    runs = [run_of_parent()] if argv == ["-"] else configs.runs(words)
     for cfg in runs:
         residuals.rule_of(cfg.residual)
-        cfg.check_ranks(int(os.environ.get("WORLD_SIZE", 1)))
-    results = {}
-    for cfg in runs:
-        try:
-            results[cfg.name] = f"val_loss {train(cfg):.4f}"
-        except NotFinite as problem:  # of a sweep, the other runs go on
-            results[cfg.name] = str(problem)
+        cfg.check_ranks(ranks)
+    if jobs > 1:
+        require(ranks == 1, f"--jobs={jobs} is for runs of one process each; under torchrun, leave it out")
+        on_cpu = all(kind_of(cfg.device) == "cpu" for cfg in runs)
+        require(on_cpu, f"--jobs={jobs} shares out a CPU, and these runs would all be on one GPU; leave it out, or add --device=cpu")
+    results = side_by_side(runs, jobs) if jobs > 1 else one_after_the_other(runs)
     if len(runs) > 1:
         print("\n" + "\n".join(f"{name:40} {result}" for name, result in results.items()))
-    elif cfg.name == "toy":
-        print("\nNext:\n  python train.py configs/toy.py --residual=preln --name=toy-preln   # the same with plain residuals")
-        print("  python residuals.py                                                # all rules, one line each")
     failed = [result for result in results.values() if not result.startswith("val_loss")]
     if failed:
         sys.exit(failed[0])
+    if argv == ["-"]:
+        print(results[cfg.name])  # for `outcome`
+    elif len(runs) == 1 and cfg.name == "toy":
+        print("\nNext:\n  python train.py configs/toy.py --residual=preln --name=toy-preln   # the same with plain residuals")
+        print("  python residuals.py                                                # all rules, one line each")
 
 
 if __name__ == "__main__":

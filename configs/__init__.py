@@ -79,7 +79,7 @@ class TrainConfig(ModelConfig):
     """A model and how it is trained: all fields on one level, so that the command line needs no prefixes."""
 
     name: str = ""  # the run writes to out/<name>; without one it has the name of its config file
-    data: str = "data/fineweb-edu"  # stdlib, english, or a folder that data.py has prepared
+    data: str = "data/fineweb-edu"  # stdlib, english, automaton, or a folder that data.py has prepared
     max_steps: int = 7600  # optimizer steps
     batch_size: int = 512  # sequences in one optimizer step, over all ranks
     micro_batch_size: int = 16  # sequences in one forward pass of one rank
@@ -94,6 +94,7 @@ class TrainConfig(ModelConfig):
     eval_batches: int = 4  # a validation is of this many times batch_size sequences, the same ones each time
     save_every: int = 500  # steps between checkpoints
     log_every: int = 10  # steps between printed lines
+    layer_stats: int = 0  # steps between measurements of the stream and the gradient of each layer, in layers.jsonl; 0: none
     sample: int = 0  # tokens of text that the trained model writes at the end
     seed: int = 0  # of the initial weights and of the order of the data
     device: str = "auto"  # cuda, cpu, or auto: cuda where there is one
@@ -114,8 +115,11 @@ class TrainConfig(ModelConfig):
             require(0 <= getattr(self, key) <= 1, f"{key}={getattr(self, key)} must be between 0 and 1")
         for key in "beta1", "beta2":
             require(0 <= getattr(self, key) < 1, f"{key}={getattr(self, key)} must be at least 0 and below 1")
-        for key in "weight_decay", "sample", "seed":
+        for key in "weight_decay", "layer_stats", "sample", "seed":
             require(getattr(self, key) >= 0, f"{key}={getattr(self, key)} must not be negative")
+        if self.layer_stats and self.kernels != "reference":
+            measured = f"layer_stats={self.layer_stats} reads the depth state, which kernels={self.kernels} may keep in another form"
+            raise Mistake(f"{measured}; kernels=reference does not")
         require(self.seed < 2**63, f"seed={self.seed} must be below 2^63")
         require(re.fullmatch(r"(?!\.+$)[\w.=-]*", self.name), f"name={self.name!r} must be of letters, digits and . _ = -: it is a folder")
         self.check_ranks(1)
@@ -182,7 +186,7 @@ def parse(option):
     key, equals, text = option.lstrip("-").partition("=")
     types = {field.name: field.type for field in fields(TrainConfig)}
     if key not in types:
-        raise Mistake(f"unknown option --{key}{suggest('--' + key, ['--' + name for name in types])}")
+        raise Mistake(f"unknown option --{key}{suggest('--' + key, ['--' + name for name in (*types, 'jobs')])}")
     if not option.startswith("--") or not equals or not text:
         raise Mistake(f"{option!r} is not of the form --key=value; write --{key}={default(key)}")
     return key, [convert(key, types[key], value) for value in text.split(",")]

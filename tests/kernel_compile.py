@@ -103,16 +103,15 @@ def depth_mixing(D, M, b):
     return run
 
 
-def hyper_connections(D, C):
+def hyper_connections(D):
     def run():
         x = torch.zeros(1, 2, D, dtype=torch.bfloat16, requires_grad=True)
         w = torch.zeros(D, requires_grad=True)
         streams = kernels.Streams.enter(x)
         for _ in range(2):
-            streams, P, q, read = streams.connect(torch.zeros(4, D, C, requires_grad=True), together=C == 32)
-            alpha = P[..., :1, 0] + q
-            A = kernels.Sinkhorn.apply(P[..., :1, :16].flatten(-2), 20, 1e-6).unflatten(-1, (4, 4))
-            streams = streams.then(read(alpha, w, 1e-6) * 2, A, alpha)
+            streams, x, P, q = streams.connect(torch.zeros(4, D, 24, requires_grad=True), torch.zeros(10), w, 1e-6, 1e-6, True)
+            A = kernels.sinkhorn(P[..., :16].contiguous(), 20, 1e-6).unflatten(-1, (4, 4))
+            streams = streams.then(x * 2, A, q)
         streams.finish().sum().backward()
 
     return run
@@ -121,8 +120,7 @@ def hyper_connections(D, C):
 RUNS = {
     "full": lambda D: depth_mixing(D, 141, 1),
     "block": lambda D: depth_mixing(D, 141, 18),
-    "mhc": lambda D: hyper_connections(D, 32),
-    "hc": lambda D: hyper_connections(D, 16),
+    "mhc": hyper_connections,
 }
 
 

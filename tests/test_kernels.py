@@ -173,7 +173,7 @@ def test_to_autograd_the_mixtures_are_a_chain():
         assert len(inner) <= 1, "a second way back would be a gradient for autograd to add"
         names.append(node.name())
         node = inner[0] if inner else None
-    assert names.count("MixBackward") == 6
+    assert sum("mix" in name for name in names) == 6
     assert not any("Add" in name for name in names)
 
 
@@ -192,7 +192,7 @@ def test_a_backward_pass_from_the_middle_is_refused():
     (x, _, Q, W), _ = stack_inputs(1, 40, 3)
     bank = kernels.Bank(x.requires_grad_(), Q, KEY_EPS)
     y = bank.read(W[0], EPS)
-    bank.add(y).read(W[1], EPS)
+    bank.add(y.clone()).read(W[1], EPS)
     with pytest.raises(RuntimeError, match="goes back once from the last mixture to the first"):
         y.sum().backward()
 
@@ -243,7 +243,7 @@ def test_sinkhorn_and_its_gradient_are_those_of_the_twenty_iterations(gap, most,
     logits = torch.randn(133, 4, 4, generator=g) * 0.8 - gap * (1 - torch.eye(4))
     dA = torch.randn(133, 4, 4, generator=g)
     x, exact = logits.flatten(1).requires_grad_(), logits.double().requires_grad_()
-    A = kernels.Sinkhorn.apply(x, 20, 1e-6)
+    A = kernels.sinkhorn(x, 20, 1e-6)
     A.backward(dA.flatten(1))
     B = residuals.sinkhorn(exact.movedim(0, -1), 20, 1e-6).movedim(-1, 0)
     B.backward(dA.double())
@@ -253,35 +253,39 @@ def test_sinkhorn_and_its_gradient_are_those_of_the_twenty_iterations(gap, most,
 
 
 def coefficients(rule, P, q, bias, sinkhorn):
-    """alpha, A, beta of a token, of its streams' projections P and squares q."""
+    """A, beta of a token and alpha, of its streams' projections P (B, T, 24), alpha's first, and squares q."""
     d = 40
     if rule == "mhc":
-        logits = P.sum(-2)[..., :24] * (q.sum(-1, keepdim=True) / (4 * d) + 1e-6).rsqrt() + bias
+        logits = P * (q.sum(-1, keepdim=True) / (4 * d) + 1e-6).rsqrt() + bias
         alpha, A, beta = logits.split((4, 16, 4), -1)
-        return alpha.sigmoid(), sinkhorn(A), 2 * beta.sigmoid()
-    w = (P[..., :6] * (q / d + 1e-8).rsqrt().unsqueeze(-1)).tanh()
+        return sinkhorn(A), 2 * beta.sigmoid(), alpha.sigmoid()
+    z = P.unflatten(-1, (6, 4)).mT * (q / d + 1e-6).rsqrt().unsqueeze(-1)
     alpha, A, beta = bias.split((4, 16, 4))
-    return alpha + w[..., 0], A.view(4, 4) + w[..., 1:5], beta + w[..., 5]
+    return A.view(4, 4) + z[..., 1:5].tanh(), beta + z[..., 5].tanh(), alpha + 0.7 * (1.3 * z[..., 0] + 0.2).tanh()
 
 
 def connections_by_definition(rule, x, W, F, gain, bias):
     sinkhorn = lambda A: residuals.sinkhorn(A.unflatten(-1, (4, 4)).movedim((-2, -1), (0, 1)), 20).movedim((0, 1), (-2, -1))  # noqa: E731
     H = x.unsqueeze(-2).expand(*x.shape[:2], 4, x.shape[-1])
     for k in range(len(W)):
-        P = torch.einsum("btmd,mdc->btmc", H, W[k])
-        alpha, A, beta = coefficients(rule, P, H.square().sum(-1), bias[k], sinkhorn)
+        P = torch.einsum("btmd,mdc->btc", H, W[k])
+        A, beta, alpha = coefficients(rule, P, H.square().sum(-1), bias[k], sinkhorn)
         x, mixed = residuals.read_and_mix(H, alpha, A)
         H = residuals.write(mixed, (rms_norm(x, gain.shape[1:], gain[k], 1e-6) @ F[k]).tanh(), beta)
     return H
 
 
 def connections_by_kernels(rule, x, W, F, gain, bias):
-    sinkhorn = lambda A: kernels.Sinkhorn.apply(A, 20, 1e-6).unflatten(-1, (4, 4))  # noqa: E731
+    sinkhorn = lambda A: kernels.sinkhorn(A.contiguous(), 20, 1e-6).unflatten(-1, (4, 4))  # noqa: E731
     streams = kernels.Streams.enter(x)
     for k in range(len(W)):
-        streams, P, q, read = streams.connect(W[k], together=rule == "mhc")
-        alpha, A, beta = coefficients(rule, P, q, bias[k], sinkhorn)
-        y = read(alpha, gain[k], 1e-6)
+        alpha, half = bias[k][:4], torch.full((4,), 0.5)
+        if rule == "mhc":
+            read = torch.cat([half, alpha / 2, half[:1], half[:1]])  # the sigmoid, by a tanh
+        else:
+            read = torch.cat([alpha, torch.full((4,), 0.2), torch.tensor([0.7, 1.3])])
+        streams, y, P, q = streams.connect(W[k], read, gain[k], 1e-6, 1e-6, rule == "mhc")
+        A, beta, _ = coefficients(rule, P, q, bias[k], sinkhorn)
         streams = streams.then((y.to(F.dtype) @ F[k]).tanh(), A, beta)
     return streams.finish()
 
@@ -289,13 +293,11 @@ def connections_by_kernels(rule, x, W, F, gain, bias):
 def connection_inputs(rule, T, K, d=40):
     g = torch.Generator().manual_seed(0)
     noise = lambda *shape: torch.randn(*shape, generator=g)  # noqa: E731
-    W = noise(K, 4, d, 16 if rule == "hc" else 32) / d**0.5
-    W[..., 6 if rule == "hc" else 24 :] = 0
-    return [noise(1, T, d), W, noise(K, d, d) / d**0.5, 1 + 0.3 * noise(K, d), noise(K, 24)], noise(1, T, 4, d)
+    return [noise(1, T, d), noise(K, 4, d, 24) / d**0.5, noise(K, d, d) / d**0.5, 1 + 0.3 * noise(K, d), noise(K, 24)], noise(1, T, 4, d)
 
 
 @pytest.mark.parametrize("rule", ["hc", "mhc"])
-@pytest.mark.parametrize("dtype,most", [(F32, 3e-6), (BF16, 2e-2)])
+@pytest.mark.parametrize("dtype,most", [(F32, 5e-6), (BF16, 2e-2)])
 def test_connections_of_four_streams_and_their_gradients_are_those_of_the_definition(rule, dtype, most, poisoned):
     inputs, dH = connection_inputs(rule, T=17, K=3)
     exact = [p.double().requires_grad_() for p in inputs]
@@ -304,34 +306,8 @@ def test_connections_of_four_streams_and_their_gradients_are_those_of_the_defini
     fast = [p.clone().requires_grad_() for p in inputs]
     N = connections_by_kernels(rule, fast[0].to(dtype), *fast[1:])
     N.backward(dH.to(dtype))
-    n = 6 if rule == "hc" else 24  # what is past the last logit has no gradient by definition
-    ours, theirs = ([p.grad[..., :n] if p is W else p.grad for p in inputs] for inputs, W in ((fast, fast[1]), (exact, exact[1])))
-    assert max(error(a, b) for a, b in zip([N.detach(), *ours], [H.detach(), *theirs])) < most
+    assert max(error(a, b) for a, b in zip([N.detach(), *(p.grad for p in fast)], [H.detach(), *(p.grad for p in exact)])) < most
     assert poisoned()
-
-
-def test_constant_coefficients_need_no_routing():
-    """Then it is the link alone by which autograd knows that a read's backward pass comes before that of its streams."""
-    (x, W, F, gain, _), dH = connection_inputs("hc", T=3, K=2)
-    alpha, A, beta = torch.rand(4), torch.rand(4, 4), torch.rand(4)
-    results = []
-    for dtype in F32, torch.float64:
-        p = [t.to(dtype).clone().requires_grad_() for t in (x, F, gain, alpha, A, beta)]
-        H = kernels.Streams.enter(p[0]) if dtype == F32 else p[0].unsqueeze(-2).expand(1, 3, 4, 40)
-        for k in range(2):
-            if dtype == F32:
-                H, _, _, read = H.connect(W[k])
-                y = read(p[3], p[2][k], 1e-6)
-                ((before, _), *_) = y.grad_fn.next_functions[0][0].next_functions
-                assert before.name() == "ConnectBackward"
-                H = H.then((y @ p[1][k]).tanh(), p[4], p[5])
-            else:
-                v, mixed = residuals.read_and_mix(H, p[3].expand(1, 3, 4), p[4].expand(1, 3, 4, 4))
-                H = residuals.write(mixed, (rms_norm(v, (40,), p[2][k], 1e-6) @ p[1][k]).tanh(), p[5])
-        H = H.finish() if dtype == F32 else H
-        H.backward(dH.to(dtype))
-        results.append([H.detach(), *(t.grad for t in p)])
-    assert max(error(a, b) for a, b in zip(*results)) < 5e-5  # the norm hides most of what alpha does
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -405,6 +381,21 @@ def test_rules_without_kernels_are_left_alone(residual):
     assert "forward" not in vars(model.blocks[0].attn_residual)
 
 
+@pytest.mark.parametrize("residual", ["fullattnres", "hc", "mhc:iterations=2"])
+def test_a_compiled_model_sees_operators_and_gives_the_same(residual):
+    _, model = models(residual, n_layer=1)
+    tokens, results = torch.tensor([[3, 1, 2, 5]]), []
+    for compiled in False, True:
+        model.zero_grad()
+        f = torch.compile(loss, backend="aot_eager", fullgraph=True) if compiled else loss
+        value = f(model, tokens)
+        value.backward()
+        results.append([value.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
+    torch._dynamo.reset()
+    for a, b in zip(*results):
+        assert torch.allclose(a, b, rtol=1e-6, atol=1e-7)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Bytes
 
@@ -412,8 +403,10 @@ def test_rules_without_kernels_are_left_alone(residual):
 @pytest.fixture
 def traffic(monkeypatch):
     """Counts what the kernels load and store. Arrays of T d numbers count at each access, in units of T d; scores and
-    statistics stay in cache and count once for each launch, in bytes of a token; weights are not of a token."""
-    count = {"vectors": 0, "scalars": 0}
+    statistics stay in cache and count once for each launch, in bytes of a token; weights are not of a token. "memory" are the
+    vectors without what a program reads again that it has read or written before: that comes from cache."""
+    count = {"vectors": 0, "memory": 0, "scalars": 0}
+    seen = {}
     load, store = interpreter.InterpreterBuilder.create_masked_load, interpreter.InterpreterBuilder.create_masked_store
     call = interpreter.GridExecutor.__call__
     large, weights, small = [], [], []
@@ -426,6 +419,10 @@ def traffic(monkeypatch):
         for begin, end, unit in large:
             if begin <= at.flat[0] < end:
                 count["vectors"] += at.size / unit
+                own = seen.setdefault(interpreter.interpreter_builder.grid_idx, set())
+                new = set(at.ravel().tolist())
+                count["memory"] += len(new - own if kind == "load" else new) / unit
+                own |= new
                 return
         if not any(begin <= at.flat[0] < end for begin, end in weights):
             small.append((kind, at.ravel(), pointers.get_element_ty().primitive_bitwidth // 8))
@@ -444,6 +441,7 @@ def traffic(monkeypatch):
         large[:] = [(begin, end, T * D) for a, begin, end in arrays if a.shape[-2:] == (T, D) or a.shape == (T, 4, D)]
         weights[:] = [(begin, end) for a, begin, end in arrays if a.shape[-2:] != (T, D) and a.shape != (T, 4, D)]
         small.clear()
+        seen.clear()
         result = call(self, *args, **kwargs)
         for kind in "load", "store":
             parts = [(at, size) for k, at, size in small if k == kind]
@@ -464,7 +462,7 @@ def moved(traffic, T, D, L, b, G):
     bank, results = kernels.Bank(x.bfloat16().requires_grad_(), Q, KEY_EPS, b, G), []
     for m in range(M):
         y = bank.read(W[m], EPS)
-        bank = bank.add(y)
+        bank = bank.add(y.clone())
     results.append(traffic["vectors"])
     y.backward(dy.bfloat16())
     return results[0], traffic["vectors"] - results[0]
@@ -498,7 +496,7 @@ def test_a_row_kernel_moves_its_sources_once_and_little_else(traffic):
     for m in range(M):
         before = dict(traffic)
         y = bank.read(W[m], EPS)
-        bank = bank.add(y)
+        bank = bank.add(y.clone())
     logits = 0 if m == M - 1 else 1
     vectors, scalars = traffic["vectors"] - before["vectors"] - logits, traffic["scalars"] - before["scalars"]
     least = M + 2  # each source, the newest written to the bank, and y
@@ -512,14 +510,21 @@ def test_a_connection_moves_the_arrays_that_the_table_counts(traffic):
     traffic["T"] = T
     for K in 1, 3:
         inputs, dH = connection_inputs("mhc", T, K)
-        before = traffic["vectors"]
+        before = dict(traffic)
         N = connections_by_kernels("mhc", *(p.requires_grad_() for p in inputs))
-        forward = traffic["vectors"] - before
+        forward = dict(traffic)
         N.backward(dH)
-        totals.append((forward, traffic["vectors"] - before - forward))
-    (f1, b1), (f3, b3) = totals
+        totals.append([(b[kind] - a[kind]) / 2 for kind in ("memory", "vectors") for a, b in ((before, forward), (forward, traffic))])
     by_matrix_products = 4
-    assert ((f3 - f1) / 2, (b3 - b1) / 2 + by_matrix_products) == pytest.approx(kernels.CONNECTOR_TRAFFIC)
+    forward, backward, accesses_forward, accesses_backward = (b - a for a, b in zip(*totals))
+    assert (forward, backward + by_matrix_products) == pytest.approx(kernels.CONNECTOR_TRAFFIC)
+    assert (accesses_forward, accesses_backward) == pytest.approx((14, 21)), "a second pass reads what the first one did, no more"
+
+
+@pytest.mark.parametrize("L,d,most", [(16, 1216, 2.0), (32, 896, 2.9), (70, 640, 4.5)])
+def test_hyper_connections_move_at_most_a_sixth_more_than_the_least(L, d, most):
+    """The least, 10 + 15 arrays for each connection, leaves out the gradient of the routing matrix, which needs the streams once more."""
+    assert kernels.hyper_connection_bytes(L, d) / 1e6 < 7 / 6 * most
 
 
 class Silent:
@@ -537,7 +542,7 @@ def test_little_more_is_kept_for_the_backward_pass_than_in_preln(L, b, most, mon
         monkeypatch.setitem(vars(kernels), name, Silent())
     bank = kernels.Bank(torch.zeros(1, T, D, dtype=BF16, requires_grad=True), torch.zeros(M, D), KEY_EPS, b)
     for _ in range(M):
-        bank = bank.add(bank.read(torch.zeros(D), EPS))
+        bank = bank.add(bank.read(torch.zeros(D), EPS).clone())
     queries = bank.arena.Q.nbytes
     kept = {a.untyped_storage().data_ptr(): a.untyped_storage().nbytes() for a in vars(bank.arena).values() if torch.is_tensor(a)}
     assert (sum(kept.values()) - queries) / (2 * M * T * D * 2) < most
@@ -552,7 +557,7 @@ def test_autograd_keeps_nothing_beside_the_bank():
         bank = kernels.Bank(x, Q, KEY_EPS)
         for m in range(6):
             y = bank.read(W[m], EPS)
-            bank = bank.add(y)
+            bank = bank.add(y.clone())
     own.add(bank.arena.Y.untyped_storage().data_ptr())
     assert kept and {t.untyped_storage().data_ptr() for t in kept} <= own
 
@@ -574,7 +579,7 @@ def compiled():
 
 
 def test_kernels_compile_for_a100_without_spills_and_within_their_registers(compiled):
-    most = dict.fromkeys(["row_mix", "row_pull", "read_forward", "read_backward"], 168)
+    most = dict.fromkeys(["row_mix", "row_pull"], 168)
     most |= dict.fromkeys(["source_logits", "group_mix", "pair_dot", "group_pull"], 128)
     for k in compiled:
         assert k["spills"] <= (0 if k["arch"] == 80 else 16), k
@@ -600,3 +605,51 @@ def test_importing_touches_no_driver():
 
 def test_where_triton_is_missing_the_import_works_and_nothing_is_usable():
     run(["-c", "import sys; sys.modules['triton'] = None; import kernels, torch; assert not kernels.usable(torch.zeros(1, 8))"])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# MoDA on a GPU, with a stand-in for the one operator that is not here
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    """Takes the place of the CPU's operator and is as hard to please as the GPU's: heads of a multiple of 8 channels, and their scale."""
+    widths = []
+
+    def attention(q, k, v, scale):
+        assert q.shape[-1] % 8 == 0 and all(x.stride(-1) == 1 for x in (q, k, v))
+        widths.append(q.shape[-1])
+        scores = (q @ k.mT * scale).float().masked_fill(torch.ones(q.shape[-2], q.shape[-2]).triu(1).bool(), -torch.inf)
+        return (scores.softmax(-1).to(v.dtype) @ v), scores.logsumexp(-1), "seed"
+
+    def gradients(g, q, k, v, o, lse, seed, scale):
+        assert all(x.shape[-1] % 8 == 0 for x in (g, q, k, v, o)) and seed == "seed"
+        future = torch.ones(q.shape[-2], q.shape[-2]).triu(1).bool()
+        p = ((q @ k.mT * scale).float() - lse.unsqueeze(-1)).exp().masked_fill(future, 0.0).to(q.dtype)
+        ds = p * (g @ v.mT - (g * o).sum(-1, keepdim=True)) * scale
+        return ds @ k, ds.mT @ q, p.mT @ g
+
+    monkeypatch.setitem(residuals.FUSED_ATTENTION, "cpu", (attention, gradients, 8))
+    return widths
+
+
+@pytest.mark.parametrize("d_head", [76, 70, 60, 40, 25, 8])
+@pytest.mark.parametrize("dtype,most", [(F32, 2e-6), (BF16, 2e-2)])
+def test_attention_over_depth_is_exact_around_an_operator_that_wants_other_heads(d_head, dtype, most, stand_in):
+    g = torch.Generator().manual_seed(d_head)
+    q, dy = torch.randn(2, 2, 4, 9, d_head, generator=g)
+    k, v, *C = torch.randn(8, 2, 2, 9, d_head, generator=g)
+    results = []
+    for form, kind in (residuals.depth_attention, dtype), (by_all_scores, torch.float64):
+        inputs = [x.to(dtype).to(kind).clone().requires_grad_() for x in (q, k, v, *C)]
+        y = form(*inputs[:3], list(zip(inputs[3::2], inputs[4::2])))
+        y.backward(dy.to(dtype).to(kind))
+        assert y.dtype == kind and all(x.grad.dtype == kind for x in inputs)
+        results.append([y.detach(), *(x.grad for x in inputs)])
+    assert stand_in == [d_head + -d_head % 8]
+    assert max(error(a, b) for a, b in zip(*results)) < most
+
+
+def by_all_scores(q, k, v, C):
+    k, v = (x.repeat_interleave(2, dim=1) for x in (k, v))
+    return residuals.depth_attention_by_scores(q, k, v, *zip(*C))

@@ -8,6 +8,8 @@ import re
 import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -41,11 +43,24 @@ def config_file(**changes):
     return "tiny.py"
 
 
-def run(*words, script=None, **environment):
+def begin(*words, script=None, **environment):
     """A Python program in the test's folder, train.py unless another is given."""
     command = [sys.executable, *(["-c", script] if script else [str(HERE / "train.py")]), *words]
     environment = {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1", **environment}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def run(*words, **options):
+    with begin(*words, **options) as process:
+        out, error = process.communicate(timeout=120)
+    return subprocess.CompletedProcess(words, process.returncode, out, error)
+
+
+def until(condition):
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def final(name="tiny"):
@@ -212,6 +227,242 @@ def test_a_damaged_checkpoint_is_one_line():
         train.train(tiny())
 
 
+HOLDING = """
+import sys, time, train
+train.train_step = lambda *args: (print("begun", flush=True), time.sleep(300))
+train.main(sys.argv[1:])
+"""
+
+
+def test_a_folder_is_one_process_s_until_that_ends_even_when_killed():
+    with begin(config_file(), "--name=tiny", script=HOLDING) as holder:
+        until(lambda: holder.stdout.readline() == "begun\n")
+        with pytest.raises(Mistake, match="another process is at work in out/tiny; wait until it ends, or give this run its own --name"):
+            train.train(tiny())
+        train.train(tiny(name="other"))
+        holder.kill()
+    train.train(tiny())
+    assert_same_run("other", "tiny")
+
+
+def test_the_lock_goes_with_the_run_that_fails_and_is_not_needed(monkeypatch):
+    monkeypatch.setattr(train, "train_step", lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError) as failure:
+        train.train(tiny())
+    assert free("tiny") and failure
+    with train.alone_in(Path("out/tiny"), train.Ranks("cpu")):
+        assert not free("tiny")
+        monkeypatch.setattr(train, "fcntl", None)  # as on Windows
+        assert free("tiny")
+
+
+def free(name):
+    try:
+        with train.alone_in(Path("out") / name, train.Ranks("cpu")):
+            return True
+    except Mistake:
+        return False
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Several runs side by side
+
+
+def test_runs_side_by_side_that_are_interrupted_end_as_one_after_the_other(capsys):
+    words = config_file(residual="preln", max_steps=120, batch_size=4, micro_batch_size=1, eval_every=120, save_every=120), "--seed=0,1,2"
+    train.main([*words, "--name=straight"])
+    capsys.readouterr()
+
+    def interrupt():
+        until(lambda: any(train.newest(tiny(name=f"tiny-seed-{seed}"))["step"] for seed in (0, 1)))
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(train.Interrupted) as interrupted:
+        train.main([*words, "--jobs=2"])
+    thread.join()
+    assert interrupted.value.status == 130 and not Path("out/tiny-seed-2").exists()
+    out = capsys.readouterr().out
+    assert re.search(r"tiny-seed-.  interrupted; out/tiny-seed-. holds step \d+, and the same command goes on from there", out)
+    assert "0 of 3 runs are complete, and the same command goes on from there" in out
+    train.main([*words, "--jobs=2"])
+    for seed in 0, 1, 2:
+        assert_same_run(f"straight-seed-{seed}", f"tiny-seed-{seed}")
+    table = [f"tiny-seed-{seed:<30} val_loss {final(f'tiny-seed-{seed}')['val_loss']:.4f}" for seed in (0, 1, 2)]
+    assert capsys.readouterr().out.endswith("\n\n" + "\n".join(table) + "\n")
+
+
+FAKE_RUN = """
+import json, os, pathlib, sys
+out = pathlib.Path("out", json.loads(input())["name"])
+"""
+
+
+def fake_run(then):
+    Path("fake.py").write_text(FAKE_RUN + then)
+    return "fake.py"
+
+
+def test_runs_side_by_side_end_with_their_parent():
+    fake = fake_run("print('begun', flush=True); sys.stdin.read(); (out / 'ended').touch()")
+    script = f"import sys, train; train.__file__ = {fake!r}; train.main(sys.argv[1:])"
+    out = [Path(f"out/tiny-seed-{seed}") for seed in (0, 1)]
+    with begin(config_file(), "--seed=0,1", "--jobs=2", script=script) as parent:
+        until(lambda: all((path / "stdout.txt").exists() and "begun" in (path / "stdout.txt").read_text() for path in out))
+        parent.kill()
+    until(lambda: all((path / "ended").exists() for path in out))
+
+
+def test_a_run_saves_its_last_whole_step_when_its_parent_ends():
+    cfg = tiny(max_steps=10**6, save_every=10**6, eval_every=10**6)
+    process = train.start_run(cfg)
+    until(lambda: train.newest(cfg)["step"])
+    process.stdin.close()
+    assert process.wait(120) == 143
+    assert final()["step"] == train.newest(cfg)["step"] < 10**6
+
+
+def test_of_runs_side_by_side_those_that_fail_stop_no_other(capsys):
+    train.train(tiny(name="tiny-lr-0.02", max_steps=1))
+    with pytest.raises(SystemExit, match="stopped at step 2: loss nan"):
+        train.main([config_file(residual="preln"), "--lr=1e15,0.02,0.01", "--jobs=2"])
+    diverged, other, fine = capsys.readouterr().out.splitlines()[-3:]
+    assert re.fullmatch(r"tiny-lr-1000000000000000.0 +stopped at step 2: loss nan, .*", diverged)
+    assert re.fullmatch(r"tiny-lr-0.02 +out/tiny-lr-0.02/checkpoint.pt is of another run \(residual: .*", other)
+    assert re.fullmatch(r"tiny-lr-0.01 +val_loss \d\.\d+", fine) and final("tiny-lr-0.01")["step"] == 6
+
+
+def test_each_of_several_runs_has_one_thread_and_says_what_killed_it(monkeypatch):
+    monkeypatch.setattr(train, "__file__", fake_run("print(os.environ['OMP_NUM_THREADS'], flush=True); os.kill(os.getpid(), 9)"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    assert train.side_by_side([tiny()], 2) == {"tiny": "ended by SIGKILL"}
+    assert Path("out/tiny/stdout.txt").read_text() == "1\n"
+
+
+def test_a_second_interrupt_ends_runs_side_by_side_at_once(monkeypatch):
+    ends = []
+    monkeypatch.setattr(os, "_exit", ends.append)
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    with child, train.Stop(None, [child]) as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.signal == signal.SIGINT and child.poll() is None and not ends
+        os.kill(os.getpid(), signal.SIGINT)
+        assert child.wait(60) == -signal.SIGKILL and ends == [130]
+
+
+def test_runs_side_by_side_are_for_a_cpu_and_without_torchrun(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(Mistake, match="--jobs=2 is for runs of one process each; under torchrun, leave it out"):
+        train.main([config_file(), "--seed=0,1", "--jobs=2"])
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(Mistake, match="--jobs=2 shares out a CPU, and these runs would all be on one GPU; .* or add --device=cpu"):
+        train.main([config_file(device="auto"), "--seed=0,1", "--jobs=2"])
+    assert not Path("out").exists()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The layers, while they train
+
+
+def layers(name="tiny"):
+    return [json.loads(line) for line in Path(f"out/{name}/layers.jsonl").read_text().splitlines()]
+
+
+def mixture(reader, v):
+    """sum_i p_i v_i,  p = softmax_i(w . LN(v_i))"""
+    scores = [(x * x.square().mean(-1, keepdim=True).add(1e-5).rsqrt()) @ (reader.mixture.w * reader.mixture.gain) for x, _ in v]
+    return sum(p.unsqueeze(-1) * x for p, (x, _) in zip(torch.stack(scores).softmax(0), v))
+
+
+DEPTH_STATE = {
+    "preln": lambda h, reader: h,
+    "hc": lambda H, reader: torch.cat([H[..., i, :] for i in range(4)], -1),
+    "moda": lambda state, reader: state[0],
+    "fullattnres": lambda v, reader: mixture(reader, v) if len(v) > 1 else v[0][0],
+}
+
+
+@pytest.mark.parametrize("residual", DEPTH_STATE)
+def test_layer_stats_are_those_of_a_loop_over_the_layers(residual):
+    torch.manual_seed(0)
+    cfg = tiny(residual=residual, layer_stats=3, grad_clip=1e-3)
+    model, ranks = Transformer(cfg).double(), train.Ranks("cpu")
+    for p in model.parameters():
+        p.data += 0.1 * torch.randn_like(p)
+    windows = data.open_dataset("stdlib").windows("train", cfg.seq_len, cfg.seed)
+    batch = torch.from_numpy(windows.batch(2, 8))
+
+    torch.nn.functional.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten()).backward()
+    gradient = [sum(p.grad.square().sum() for p in block.parameters()).sqrt() for block in model.blocks]
+    model.zero_grad(set_to_none=True)
+    h, z = model.enter(model.embed(batch[:4, :-1])), []  # the first micro-batch
+    for block in model.blocks:
+        z.append(DEPTH_STATE[residual](h, block.attn_residual.reader))
+        h = block(h)
+    z.append(DEPTH_STATE[residual](h, model.reader))
+    stream = [(x**2).mean() ** 0.5 for x in z]
+    update = [((y - x) ** 2).mean() ** 0.5 for x, y in zip(z, z[1:])]
+    gain = [y / x for x, y in zip(stream, stream[1:])]
+
+    Path("out/tiny").mkdir(parents=True)
+    log, stop, optimizer = train.Log(Path("out/tiny"), 0, True), train.Stop(ranks), torch.optim.SGD(model.parameters())
+    for step in 3, 4:
+        train.train_step(model, optimizer, windows, step, cfg, ranks, stop, log)
+    line, = layers()
+    assert line.pop("step") == 3
+    for key, by_hand in {"stream": stream, "update": update, "gain": gain, "gradient": gradient}.items():
+        torch.testing.assert_close(torch.tensor(line.pop(key), dtype=torch.float64), torch.stack(by_hand).detach(), rtol=1e-5, atol=0)
+    assert not line and min(update) > 1e-3
+
+
+@pytest.mark.parametrize("residual", train.residuals.RULES)
+def test_every_rule_shows_its_layers(residual):
+    train.train(tiny(residual=residual, layer_stats=1, max_steps=1, precision="bf16"))
+    line, = layers()
+    assert [len(line[key]) for key in ("stream", "update", "gain", "gradient")] == [3, 2, 2, 2]
+    assert all(0 <= x < 100 for key in ("stream", "update", "gain", "gradient") for x in line[key])  # 0 <: not in ReZero's first step
+
+
+def test_looking_at_the_layers_changes_nothing_and_survives_a_stop(monkeypatch):
+    train.train(tiny(name="unseen"))
+    assert not Path("out/unseen/layers.jsonl").exists()
+    train.train(tiny(name="straight", layer_stats=1))
+    assert_same_run("unseen", "straight")
+    assert [line["step"] for line in layers("straight")] == [1, 2, 3, 4, 5, 6]
+    step = train.train_step
+
+    def stopping(*args):
+        if args[3] == 4:
+            raise train.NotFinite  # the checkpoint is of step 2
+        return step(*args)
+
+    monkeypatch.setattr(train, "train_step", stopping)
+    with pytest.raises(train.NotFinite):
+        train.train(tiny(layer_stats=1))
+    assert len(layers()) == 3
+    monkeypatch.setattr(train, "train_step", step)
+    train.train(tiny(layer_stats=1))
+    assert layers() == layers("straight")
+
+
+def test_the_layers_are_shown_up_to_the_step_that_is_not_finite(monkeypatch):
+    step = train.train_step
+
+    def poisoned(model, *args):
+        if args[2] == 4:
+            model.blocks[1].mlp.out.weight.data[0, 0] = math.inf
+        return step(model, *args)
+
+    monkeypatch.setattr(train, "train_step", poisoned)
+    with pytest.raises(train.NotFinite, match="the feed-forward of layer 2"):
+        train.train(tiny(residual="preln", layer_stats=2))
+    good, bad = layers()
+    assert (good["step"], bad["step"]) == (2, 4) and all(map(math.isfinite, good["stream"]))
+    assert list(map(math.isfinite, bad["stream"])) == [True, True, False]
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The same numbers, however the work is split
 
@@ -237,13 +488,15 @@ def test_accumulated_gradients_are_those_of_the_large_batch():
 
 
 def test_two_ranks_train_as_one_does():
-    train.train(tiny(name="one"))
+    train.train(tiny(name="one", layer_stats=3))
     launch = "from torch.distributed.run import main; main()"
-    done = run("--nproc_per_node=2", str(HERE / "train.py"), config_file(), "--name=two", script=launch)
+    done = run("--nproc_per_node=2", str(HERE / "train.py"), config_file(layer_stats=3), "--name=two", script=launch)
     assert done.returncode == 0, done.stderr
     logs = [train.read_log(Path(f"out/{name}/log.jsonl")) for name in ("one", "two")]
     one, two = ([(r["loss"], r["grad_norm"], r.get("val_loss", 0)) for r in log] for log in logs)
     torch.testing.assert_close(torch.tensor(one), torch.tensor(two), rtol=0, atol=2e-6)
+    one, two = ([[line["step"], *line["stream"], *line["gradient"]] for line in layers(name)] for name in ("one", "two"))
+    torch.testing.assert_close(torch.tensor(one), torch.tensor(two), rtol=1e-5, atol=0)
     printed = re.findall(r"loss [\d.]+", done.stdout)
     assert len(printed) >= 4 and done.stdout.count("step 6/6") == 1  # one rank prints
 
@@ -407,6 +660,13 @@ def test_data_that_are_missing_are_one_line_with_the_command_that_makes_them():
     (["--lr=1e-3,"], "--lr=: expected float"),
     (["--lr=1e-3", "--lr=2e-3"], "--lr is given twice; several values go into one, as in --lr=A,B"),
     (["--seed=0,0"], "two runs would write to out/tiny-seed-0: a value or a file name is given twice"),
+    (["--jobs=0"], "--jobs=0: expected how many runs to train at a time, as in --jobs=2"),
+    (["--jobs=x"], "--jobs=x: expected how many runs"),
+    (["--jobs"], "--jobs: expected how many runs"),
+    (["--jobs=2", "--jobs=2"], "--jobs is given twice"),
+    (["--job=2"], "unknown option --job; did you mean --jobs?"),
+    (["--layer_stats=-1"], "layer_stats=-1 must not be negative"),
+    (["--layer_stats=2", "--kernels=auto"], "which kernels=auto may keep in another form; kernels=reference does not"),
     (["-lr=1e-3"], "'-lr=1e-3' is not of the form --key=value; write --lr=0.002"),
 ])
 def test_a_mistake_is_answered_in_one_line(words, complaint, capsys):
@@ -449,7 +709,7 @@ def test_a_sweep_skips_what_is_complete_and_finishes_the_rest(capsys):
     train.main(["tiny.py", "--seed=0,1"])
     out = capsys.readouterr().out
     assert sorted(p.name for p in Path("out").iterdir()) == ["tiny", "tiny-seed-0", "tiny-seed-1"]
-    train.main(["tiny.py", "--seed=0,1,2"])
+    train.main(["tiny.py", "--seed=0,1,2", "--jobs=1"])
     out = capsys.readouterr().out
     assert out.count("is complete") == 2 and "tiny-seed-2" in out
 
@@ -473,8 +733,11 @@ def test_the_command_line_overrides_the_file_and_what_follows_from_a_field_follo
     assert (cfg.name, cfg.residual, cfg.d_model, cfg.d_ff, cfg.d_head, cfg.kv_heads) == ("tiny", "fullattnres", 640, 1712, 40, 16)
 
 
-def test_help_says_what_each_field_means():
+def test_help_says_what_each_field_means(capsys):
     text = configs.describe()
+    train.main(["--help"])
+    out = capsys.readouterr().out
+    assert text in out and re.search(r"--jobs=1 +of several runs, how many", out)
     for field in dataclasses.fields(TrainConfig):
         assert re.search(rf"--{field.name}=\S*\s+\w.{{8,}}", text), field.name
 
