@@ -999,8 +999,8 @@ def accelerate(model, kernels="auto"):
     """
     connections = [residual for residual, _ in model.branches()]
     names = {cls.__name__ for cls in type(connections[0]).__mro__}
-    device = connections[0].reader.norm.weight.device if "Residual" in names and hasattr(connections[0].reader.norm, "weight") else None
-    if kernels == "reference" or device is None or (kernels == "auto" and device.type != "cuda"):
+    device = model.head.weight.device
+    if kernels == "reference" or (kernels == "auto" and device.type != "cuda"):
         return None
     if not names & {"FullAttnRes", "HC"} or ("HC" in names and connections[0].m != 4):
         return None

@@ -570,7 +570,7 @@ def train_in(out, cfg, ranks, dataset, windows, val):
     introduce(log, cfg, model, optimizer, dataset, ranks, out)
     if start:
         log.say(f"going on after step {start}")
-    if cfg.kernels != "reference" and (problem := kernels.accelerate(model, cfg.kernels)):
+    if problem := kernels.accelerate(model, cfg.kernels):
         log.say(problem)
     if cfg.compile and (problem := compile_parts(model)):
         log.say(problem)

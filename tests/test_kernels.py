@@ -374,7 +374,7 @@ def test_under_autocast_the_bank_is_in_bf16(residual):
     assert all(p.grad.dtype == p.dtype and p.grad.isfinite().all() for p in fast.parameters() if p.grad is not None)
 
 
-@pytest.mark.parametrize("residual", ["preln", "moda", "hc:m=2"])
+@pytest.mark.parametrize("residual", ["preln", "layerrope", "deepnorm", "moda", "hc:m=2"])
 def test_rules_without_kernels_are_left_alone(residual):
     model = Transformer(ModelConfig(residual=residual, n_layer=1, d_model=32, n_head=2, vocab_size=17))
     assert kernels.accelerate(model, "triton") is None

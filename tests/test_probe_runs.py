@@ -1,0 +1,292 @@
+"""What probe.py makes of runs: results that are kept and gone on with, pictures, tables, and one line for a mistake."""
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import data
+import flops
+import probe
+import train
+from configs import Mistake, TrainConfig
+from residuals import RULES
+
+HERE = Path(__file__).parent.parent
+TINY = dict(
+    data="stdlib", n_layer=2, d_model=16, n_head=2, vocab_size=257, seq_len=32, max_steps=3, batch_size=4, micro_batch_size=4,
+    eval_batches=1, device="cpu", lr=1e-2,
+)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A folder with a trained run out/<rule> of each of four rules."""
+    folder = tmp_path_factory.mktemp("runs")
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        for residual in "preln", "hc", "mhc", "blockattnres":
+            train.train(TrainConfig(name=residual, residual=residual, **TINY))
+    finally:
+        os.chdir(before)
+    return folder
+
+
+def call(folder, *words, **kwargs):
+    environment = {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(HERE / "probe.py"), *words]
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment, timeout=120, **kwargs)
+
+
+def test_a_run_is_probed_drawn_and_not_measured_twice(runs, monkeypatch, capsys):
+    monkeypatch.chdir(runs)
+    probe.main(["out/mhc", "--windows=3"])
+    about = json.loads(Path("out/mhc/probe.json").read_text())
+    assert set(about) == {"angular", "causal", "permutation", "paths", "pruning", "lens", "transport", "health"}
+    for name in about:
+        picture = Path(f"out/mhc/{name}.png").read_bytes()
+        assert picture[:4] == b"\x89PNG" and len(picture) > 5000
+    said = capsys.readouterr().out
+    assert "share        n/a: the rule mixes no sources" in said and "layers       n/a" in said and "effective_rank " in said
+
+    model, cfg = train.load_model("out/mhc/checkpoint.pt")
+    tokens = torch.from_numpy(data.open_dataset("stdlib").windows("val", 32, 42).batch(0, 3))
+    arrays = probe.Results(Path("out/mhc")).arrays
+    np.testing.assert_allclose(arrays["lens"]["kl"], probe.measure("lens", model, tokens)["kl"], rtol=1e-6, atol=1e-12)
+    assert about["pruning"]["summary"]["loss_windows"] == pytest.approx(float(probe.measure("pruning", model, tokens)["base"]))
+
+    def fail(*args):
+        raise AssertionError("measured again")
+
+    for name in about:
+        monkeypatch.setattr(probe.PROBES[name], "measure", fail)
+    probe.main(["out/mhc", "--windows=3"])
+    with pytest.raises(AssertionError, match="measured again"):
+        probe.main(["out/mhc", "--windows=2"])  # other windows, another result
+
+
+def test_an_interrupted_probe_goes_on(runs, monkeypatch, capsys):
+    monkeypatch.chdir(runs)
+    whole, swaps = probe.loss, []
+
+    def interrupted(subject, blocks=None):
+        if len(swaps) == 2:
+            raise KeyboardInterrupt
+        swaps.append(blocks)
+        return whole(subject, blocks)
+
+    monkeypatch.setattr(probe, "loss", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        probe.main(["out/preln", "--only=pruning", "--windows=2"])  # the loss and that without layer 0 are there
+    assert "goes on" in capsys.readouterr().out
+    assert not json.loads(Path("out/preln/probe.json").read_text())["pruning"]["done"]
+
+    def counted(subject, blocks=None):
+        swaps.append(blocks)
+        return whole(subject, blocks)
+
+    monkeypatch.setattr(probe, "loss", counted)
+    probe.main(["out/preln", "--only=pruning", "--windows=2"])
+    assert len(swaps) == 3  # layer 1 alone was left
+    model, _ = train.load_model("out/preln/checkpoint.pt")
+    tokens = torch.from_numpy(data.open_dataset("stdlib").windows("val", 32, 42).batch(0, 2))
+    expected = probe.measure("pruning", model, tokens)
+    np.testing.assert_allclose(probe.Results(Path("out/preln")).arrays["pruning"]["loss"], expected["loss"], rtol=1e-6)
+
+
+def test_damaged_results_are_measured_anew(runs, monkeypatch):
+    monkeypatch.chdir(runs)
+    probe.main(["out/hc", "--only=lens", "--windows=2"])
+    before = probe.Results(Path("out/hc")).arrays["lens"]["kl"]
+    for name in "probe.npz", "probe.json":
+        path = Path("out/hc", name)
+        path.write_bytes(path.read_bytes()[:50])
+        probe.main(["out/hc", "--only=lens", "--windows=2"])
+        np.testing.assert_array_equal(probe.Results(Path("out/hc")).arrays["lens"]["kl"], before)
+
+
+def test_bad_input_gets_one_line(runs, monkeypatch):
+    monkeypatch.chdir(runs)
+    for words, line in (
+        (["out/nope"], "no run in out/nope"),
+        (["out/prelm"], "did you mean out/preln?"),
+        (["out/preln", "--only=angulr"], "--only=angulr: no such probe; did you mean angular?"),
+        (["out/preln", "--only=share"], "share is not for this run"),
+        (["out/preln", "--windows=0"], "--windows=0 must be at least 1"),
+        (["out/preln", "--length=64"], "--length=64 is more than the 32 tokens"),
+        (["--figure=13", "out/preln"], "--figure=13 is not one of"),
+        (["--figure=9", "out/preln"], "has been probed for Figure 9"),
+        (["--compare", "out/preln"], "--compare takes two runs, not 1"),
+        (["--windws=3", "out/preln"], "did you mean --windows?"),
+    ):
+        with pytest.raises(Mistake) as mistake:
+            probe.main(words)
+        assert line in str(mistake.value) and "\n" not in str(mistake.value)
+    done = call(runs, "out/nope")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+
+
+def test_two_runs_side_by_side(runs, monkeypatch, capsys):
+    monkeypatch.chdir(runs)
+    probe.main(["out/hc", "--only=transport,causal", "--windows=2"])
+    capsys.readouterr()
+    probe.main(["--compare", "out/preln", "out/hc"])
+    lines = {line[:28].strip(): line[28:].split() for line in capsys.readouterr().out.splitlines()}
+    last = {name: train.read_log(Path(f"out/{name}/log.jsonl"))[-1]["val_loss"] for name in ("preln", "hc")}
+    assert lines["validation loss"] == [f"{last['preln']:.4f}", f"{last['hc']:.4f}"]
+    assert lines["rule"] == ["preln", "hc"] and lines["effective_rank"][0] == "-"
+    cfg = TrainConfig(residual="hc", **TINY)
+    assert lines["parameters"][1] == f"{flops.params(cfg)['total']:,}" and lines["training FLOPs"][1] == f"{flops.train_flops(cfg):.3e}"
+
+
+def row(residual, L, d, seed, loss, lr=1e-3, **more):
+    name = f"study_{residual}_L{L}-lr-{lr}-seed-{seed}"
+    about = dict(name=name, max_steps=10, tokens=100, data="stdlib", backbone=1000, step_seconds=0.1)
+    return about | dict(residual=residual, n_layer=L, d_model=d, lr=lr, seed=seed, val_loss=loss) | more
+
+
+ROWS = [
+    row("preln", 2, 64, 0, 1.5), row("preln", 2, 64, 1, 1.6), row("preln", 8, 32, 0, 1.7), row("preln", 8, 32, 1, 1.9),
+    row("hc", 2, 64, 0, 1.4), row("hc", 2, 64, 1, 1.5), row("hc", 8, 32, 0, 1.3), row("hc", 8, 32, 1, 1.3),
+    row("hc", 8, 32, 0, 1.2, lr=2e-3),  # better, but one seed
+]  # fmt: skip
+
+
+def test_cells_take_the_learning_rate_with_most_seeds_then_the_best():
+    assert probe.cells(ROWS)["hc", 8, 32] == {0: 1.3, 1: 1.3}
+    assert probe.cells([*ROWS, row("hc", 8, 32, 1, 1.2, lr=2e-3)])["hc", 8, 32] == {0: 1.2, 1: 1.2}
+    assert list(probe.cells(ROWS[::-1])) == [("preln", 2, 64), ("preln", 8, 32), ("hc", 2, 64), ("hc", 8, 32)]
+
+
+def test_effects_are_paired_by_seed():
+    """Pre-LN: +0.2 and +0.3; HC: -0.1 and -0.2, so -0.3 and -0.5 against it."""
+    head, preln, hc = probe.effects(ROWS).splitlines()
+    assert "8 x 32 minus loss at 2 x 64" in head
+    assert "+0.2500 (sd 0.0707, n = 2)" in preln and "against" not in preln
+    assert "-0.1500 (sd 0.0707, n = 2)" in hc and "against Pre-LN: -0.4000 (sd 0.1414, n = 2)" in hc
+    assert probe.effects(ROWS[:2]) == ""  # one shape
+
+
+def lines_of(ax):
+    return {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in ax.get_lines()}
+
+
+def test_figure2_shows_runs_the_paper_and_what_is_missing(monkeypatch, capsys):
+    monkeypatch.chdir(HERE)
+    ax = probe.figure2(ROWS).axes[0]
+    x, y = lines_of(ax)["HC"]
+    assert x == [4, 32] and y == pytest.approx([1.3, 1.45])
+    missing = [line for line in capsys.readouterr().out.splitlines() if line.startswith("missing: ")]
+    assert "missing: python train.py configs/study_fullattnres_L9.py --seed=0,1" in missing
+    assert len(missing) == len(list(Path("configs").glob("study_*.py"))) and len(ax.get_lines()) == 2 + len(missing)
+
+    paper = lines_of(probe.figure2([]).axes[0])
+    ratios = [1216 / 16, 1120 / 20, 1024 / 24, 960 / 28, 896 / 32, 800 / 42, 640 / 70]
+    assert paper["Full AttnRes"] == (ratios, list(probe.PUBLISHED["fullattnres"]))
+    assert len(paper) == 10
+    both = probe.figure2([row("hc", 24, 1024, 0, 2.7)]).axes[0].get_lines()
+    assert [line.get_markerfacecolor() for line in both[:2]] == ["#d55e00", "none"]  # ours, the paper's
+
+
+def test_figures_3_and_12(capsys):
+    large = row("hc", 34, 992, 0, 2.6, name="500m_hc_L34", backbone=2)
+    panels = probe.figure3([large, row("hc", 24, 672, 0, 2.9, name="200m_hc_L24", backbone=1)]).axes
+    assert [ax.get_title() for ax in panels] == ["200m", "500m"]
+    panels = probe.figure12(ROWS).axes
+    assert lines_of(panels[1])["HC"] == ([1e-3, 2e-3], [1.3, 1.2]) and [ax.get_title()[-6:] for ax in panels] == ["2 x 64", "8 x 32"]
+
+
+def test_runs_become_a_table_that_figures_read(runs, tmp_path):
+    done = call(runs, "--csv", "out/preln", "out/hc")
+    rows = list(csv.DictReader(done.stdout.splitlines()))
+    last = train.read_log(runs / "out/hc/log.jsonl")[-1]["val_loss"]
+    assert [r["name"] for r in rows] == ["preln", "hc"] and float(rows[1]["val_loss"]) == last and rows[1]["n_layer"] == "2"
+    table = tmp_path / "runs.csv"
+    table.write_text(done.stdout)
+    drawn = call(runs, "--figure=2", str(table), f"--out={tmp_path}/f.png")
+    assert drawn.returncode == 0 and (tmp_path / "f.png").stat().st_size > 5000, drawn.stderr
+
+
+def test_an_unfinished_run_is_left_out_and_named(runs, tmp_path, capsys):
+    for name in "config.json", "log.jsonl":
+        (tmp_path / name).write_text((runs / "out/hc" / name).read_text())
+    log = tmp_path / "log.jsonl"
+    log.write_text("".join(log.read_text().splitlines(keepends=True)[:2]))
+    assert probe.read_run(tmp_path) is None and "not complete" in capsys.readouterr().err
+    with pytest.raises(Mistake, match="none of these runs is complete"):
+        probe.read_runs([tmp_path])
+
+
+def test_probes_of_several_runs_in_one_figure(runs, monkeypatch):
+    monkeypatch.chdir(runs)
+    for name in "preln", "blockattnres":
+        probe.main([f"out/{name}", "--only=angular,share" if name != "preln" else "--only=angular", "--windows=2"])
+    figure = probe.side_by_side(["5", "9"], ["out/preln", "out/blockattnres"])
+    texts = [text.get_text() for ax in figure.axes for text in ax.texts]
+    assert texts == ["share: n/a"]
+
+
+def test_every_rule_has_its_own_colour_and_marker():
+    looks = [(probe.style(rule)["color"], probe.style(rule)["marker"]) for rule in RULES]
+    assert len({colour for colour, _ in looks}) == len({marker for _, marker in looks}) == len(RULES)
+    assert probe.style("hc:m=2")["linestyle"] == "--" and probe.style("hc:m=2")["label"] == "HC m=2"
+
+
+def test_tasks_are_pooled_by_token_and_categories_are_plain_means(runs, tmp_path, monkeypatch):
+    """A model that is equally uncertain everywhere has the same loss on any task; one target is too long and left out."""
+    model, cfg = train.load_model(runs / "out/preln/checkpoint.pt")
+    lines = [{"question": "1+1?", "answer": "2"}, {"question": "1+2?", "answer": "it is 3"}, {"question": "2+2?", "answer": "x" * 40}]
+    (tmp_path / "own.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    monkeypatch.setattr(data, "eval_package", lambda: None)
+    subject = probe.Subject(model, None, tokenizer=data.load_tokenizer("bytes"), sources={"gsm8k": f"gsm8k={tmp_path / 'own.jsonl'}"})
+    out = {}
+    with torch.no_grad():
+        list(probe.NLL.measure(subject, out))
+    pairs = [(f"Question: {line['question']}\nAnswer:", " " + line["answer"]) for line in lines[:2]]
+    total = sum(-log_p(model, context.encode(), target.encode()) for context, target in pairs)
+    at = probe.NLL.TASKS.index("gsm8k")
+    assert out["tokens"][at] == len(" 2") + len(" it is 3") and out["left_out"][at] == 1
+    assert out["nll"][at] == pytest.approx(total / out["tokens"][at], rel=1e-5)
+    assert set(probe.NLL.summary(out)) == {"nll_gsm8k", "nll_gsm8k_left_out"}  # math needs two tasks
+    both = dict(out, nll=np.where(np.arange(6) == probe.NLL.TASKS.index("math-500"), 7.0, out["nll"]))
+    assert probe.NLL.summary(both)["nll_math"] == pytest.approx((out["nll"][at] + 7) / 2)
+
+
+@torch.no_grad()
+def log_p(model, context, target):
+    ids = torch.tensor([list(context + target)])[:, -(model.seq_len + 1) :]
+    logs = model(ids[:, :-1]).log_softmax(-1)[0]
+    return sum(logs[at - 1, ids[0, at]].item() for at in range(ids.shape[1] - len(target), ids.shape[1]))
+
+
+def test_arc_takes_the_likeliest_answer_per_character(runs, tmp_path):
+    model, _ = train.load_model(runs / "out/preln/checkpoint.pt")
+    choices = {"text": ["a", "bbb bbb", "the cc"], "label": ["A", "B", "C"]}
+    lines = [{"question": f"{n}?", "choices": choices, "answerKey": "ABC"[n % 3]} for n in range(7)]
+    (tmp_path / "arc.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    subject = probe.Subject(model, None, tokenizer=data.load_tokenizer("bytes"), sources={"arc-easy": f"arc-easy={tmp_path / 'arc.jsonl'}"})
+    out = {}
+    with torch.no_grad():
+        list(probe.Arc.measure(subject, out))
+    right = 0
+    for n, line in enumerate(lines):
+        scores = [log_p(model, f"Question: {n}?\nAnswer:".encode(), f" {c}".encode()) / len(c) for c in line["choices"]["text"]]
+        right += max(range(3), key=scores.__getitem__) == n % 3
+    assert out["base"] == pytest.approx(right / 7) and out["accuracy"].shape == (2,)
+
+
+def test_layer_stats_are_drawn(runs, monkeypatch):
+    monkeypatch.chdir(runs)
+    records = [{"step": s, "stream": [1, 2, 4 * s], "update": [1, 2], "gain": [2, 2 * s], "gradient": [0.1, 0.2]} for s in (1, 2, 3)]
+    Path("out/preln/layers.jsonl").write_text("\n".join(map(json.dumps, records)))
+    probe.main(["out/preln", "--only=layers"])
+    assert json.loads(Path("out/preln/probe.json").read_text())["layers"]["summary"] == {"largest_gain": 6}
+    assert Path("out/preln/layers.png").stat().st_size > 5000
+    Path("out/preln/layers.jsonl").unlink()
