@@ -69,7 +69,7 @@ class Subject:
         return examples[: self.examples] if self.examples else examples
 
     def batches(self, first=0):
-        return self.tokens[first:].split(BATCH)
+        return [self.tokens[i : i + BATCH] for i in range(first, len(self.tokens), BATCH)]
 
 
 def walk(model, tokens, blocks=None):
@@ -134,12 +134,16 @@ class Probe:
         """
         n, done = len(subject.tokens), int(out.get("windows", 0))
         for batch in subject.batches(done):
+            new = {name: to_numpy(value) for name, value in cls.batch(subject.model, batch[:, :-1], batch[:, 1:]).items()}
             done += len(batch)
-            for name, value in cls.batch(subject.model, batch[:, :-1], batch[:, 1:]).items():
-                mean = out.get(name, 0.0)
-                out[name] = mean + (to_numpy(value) - mean) * (len(batch) / done)
-            out["windows"] = np.array(done)
+            merged = cls.merge(out, new, len(batch) / done) if "windows" in out else new
+            out.update(merged | {"windows": np.array(done)})  # at once, as an interrupt may come at any moment
             yield done / n
+
+    @staticmethod
+    def merge(old, new, share):
+        """The means over the tokens of both, of which `share` are new."""
+        return {name: old[name] + share * (value - old[name]) for name, value in new.items()}
 
     @staticmethod
     def batch(model, tokens, targets):
@@ -271,24 +275,30 @@ class Paths(Probe):
     @classmethod
     def measure(cls, subject, out):
         yield from super().measure(subject, out)
-        out["spread"] = np.sqrt(np.maximum(out["square"] - out["weight"] ** 2, 0))
+        out["spread"] = np.sqrt(out["variance"])
+
+    @staticmethod
+    def merge(old, new, share):
+        merged = Probe.merge(old, new, share)
+        between = share * (1 - share) * (new["weight"] - old["weight"]) ** 2
+        return merged | {"variance": merged["variance"] + between}
 
     @staticmethod
     def batch(model, tokens, targets):
         h = model.enter(model.embed(tokens))
         n = 2 * len(model.blocks)
-        mean, square = torch.zeros(2, n, n, dtype=torch.float64)
+        mean, variance = torch.zeros(2, n, n, dtype=torch.float64)
         paths = None  # (sources, B, T, slots): how much of each source is in each slot of the depth state
         for k, (residual, F) in enumerate(model.branches()):
             alpha, A, beta = (c.double() for c in residual.route(h))
             if paths is None:
                 paths = alpha.new_ones(1, *tokens.shape, A.shape[-2])  # the embedding enters every slot
             w = (paths * alpha).sum(-1)
-            mean[: k + 1, k], square[: k + 1, k] = w.mean((1, 2)), w.square().mean((1, 2))
+            mean[: k + 1, k], variance[: k + 1, k] = w.mean((1, 2)), w.var((1, 2), correction=0)
             paths = (paths.unsqueeze(-2) @ A).squeeze(-2)
             paths = torch.cat([paths, beta.expand(1, *paths.shape[1:])])
             h = residual(h, F)
-        return {"weight": mean, "square": square}
+        return {"weight": mean, "variance": variance}
 
     @staticmethod
     def draw(axes, out):
@@ -452,26 +462,22 @@ class Transport(Probe):
         n, done = len(subject.tokens), int(out.get("windows", 0))
         for batch in subject.batches(done):
             rank, cosine, singular = cls.products(subject.model, batch[:, :-1])
-            values = torch.cat([rank, cosine.flatten(2), singular], -1)  # (B, T, 2L + m m + m)
+            values = to_numpy(torch.cat([rank, cosine.flatten(2), singular], -1))  # (B, T, 2L + m m + m)
+            sums = out.get("documents", np.empty((0, values.shape[-1] + 1)))
             for window, value in zip(batch, values):
-                for part in documents(window[:-1], subject.eot):
-                    row = np.append(to_numpy(value[part].sum(0)), len(value[part]))
-                    out["documents"] = np.concatenate([out.get("documents", np.empty((0, len(row)))), row[None]])
+                parts = documents(window[:-1], subject.eot)
+                sums = np.concatenate([sums, [np.append(value[part].sum(0), len(value[part])) for part in parts]])
             done += len(batch)
-            out["windows"] = np.array(done)
+            out.update({"documents": sums, "windows": np.array(done)})
             yield done / n
-        cls.finish(out, 2 * len(subject.model.blocks), singular.shape[-1])
+        cls.finish(out, 2 * len(subject.model.blocks))
 
     @staticmethod
     def products(model, tokens):
         """rank (B, T, 2L), cosine (B, T, m, m), singular (B, T, m)"""
         h, P, rank = model.enter(model.embed(tokens)), None, []
         for residual, F in model.branches():
-            _, A, _ = residual.route(h)
-            m = A.shape[-1]
-            if m == 1 or A.shape[-2] != m or (P is not None and P.shape[-1] != m):
-                raise NotImplementedError(f"{residual.title} does not carry several streams from branch to branch")
-            A = A.double().expand(*tokens.shape, m, m)
+            A = stream_map(residual, h).expand(*tokens.shape, -1, -1)
             P = A if P is None else P @ A
             sigma = torch.linalg.svdvals(P)
             rank.append(effective_rank(sigma))
@@ -480,9 +486,10 @@ class Transport(Probe):
         return torch.stack(rank, -1), (rows @ rows.mT).abs(), sigma / sigma[..., :1]
 
     @classmethod
-    def finish(cls, out, n, m):
+    def finish(cls, out, n):
         """Means over tokens; resampled documents bring their tokens with them."""
         sums, tokens = out["documents"][:, :-1], out["documents"][:, -1]
+        m = math.isqrt(sums.shape[1] - n)
         chosen = np.random.default_rng(SEED).integers(len(sums), size=(cls.RESAMPLES, len(sums)))
         resampled = np.stack([sums[rows].sum(0) / tokens[rows].sum() for rows in chosen])
         low, high = np.quantile(resampled, [0.025, 0.975], axis=0)
@@ -508,6 +515,14 @@ class Transport(Probe):
         axes[2].set(xlabel="singular value", ylabel="over the largest", ylim=(0, 1.05))
         whole_ticks(axes[2].xaxis, m, first=1)
         axes[2].grid(alpha=0.3)
+
+
+def stream_map(residual, h):
+    """A of a connection that carries m > 1 streams, (..., m, m). Raises NotImplementedError."""
+    A = residual.route(h)[1]
+    if A.shape[-2] != A.shape[-1] or A.shape[-1] == 1 or isinstance(h, (list, tuple)):
+        raise NotImplementedError(f"{residual.title} does not carry several streams from branch to branch")
+    return A.double()
 
 
 def effective_rank(sigma):
@@ -553,7 +568,7 @@ class Health(Probe):
     def batch(model, tokens, targets):
         h, found = model.enter(model.embed(tokens)), []
         for residual, F in model.branches():
-            A = residual.route(h)[1].double()
+            A = stream_map(residual, h)
             size = A.abs().sum((-1, -2))
             diagonal = A.diagonal(dim1=-1, dim2=-2).abs().sum(-1)
             found.append([x.mean() for x in ((A.sum(-1) - 1).abs().amax(-1), (A.sum(-2) - 1).abs().amax(-1), 1 - diagonal / size)])
@@ -621,13 +636,15 @@ class NLL(Tasks):
         axes[0].tick_params("x", rotation=30)
 
 
+@torch.no_grad()
 def continuation_nll(model, pairs, blocks=None):
     """-log p of the target after the context, for pairs of lists of ids, summed over the target: float64 (n,).
 
-    A context is cut on the left to what the model can see; a target that is too long alone raises Mistake.
+    A context is cut on the left to what the model can see; one without tokens, and a target that is too long alone, raise Mistake.
     """
     result, T, device = np.zeros(len(pairs)), model.seq_len, model.head.weight.device
-    longest = max(len(target) for _, target in pairs)
+    require(all(len(context) for context, _ in pairs), "a context has no token to predict the first one of the target from")
+    longest = max((len(target) for _, target in pairs), default=0)
     require(longest <= T, f"a target of {longest} tokens is longer than the {T} that the model can see")
     order = sorted(range(len(pairs)), key=lambda n: len(pairs[n][0]) + len(pairs[n][1]))
     while order:
@@ -692,7 +709,8 @@ PROBES = {
 
 
 def measure(name, model, tokens, **about):
-    """The result of a probe as a dict of arrays. tokens (n, T + 1). Raises NotImplementedError if the rule has no answer."""
+    """The result of a probe as a dict of arrays. tokens (n, T + 1). Raises Mistake, and NotImplementedError if the rule has no answer."""
+    require(name in PROBES, f"no probe {name!r}{suggest(name, PROBES)} (there are {', '.join(PROBES)})")
     out = {}
     with torch.no_grad():
         for _ in PROBES[name].measure(Subject(model, tokens, **about), out):
