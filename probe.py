@@ -305,7 +305,7 @@ class Paths(Probe):
         weight = out["weight"]
         n = len(weight)
         weight = np.where(np.triu(np.ones((n, n))), weight, np.nan)
-        high = np.nanmax(np.abs(weight))
+        high = max(np.nanmax(np.abs(weight[1:])), 1e-9)  # HC may give the embedding a multiple of that
         heat(axes[0], weight, "RdBu_r", "path weight", low=-high, high=high)
         axes[0].set(xlabel="reading branch k", ylabel="source i (0: the embedding)")
 
@@ -1008,15 +1008,17 @@ def cells(rows):
 
 
 def curves(ax, rows):
-    """Loss against aspect ratio, a line for each rule with a band of one standard deviation over the seeds."""
+    """Loss against aspect ratio, a line for each rule: the mean over seeds, a band of one standard deviation, a dot for each run."""
     found = cells(rows)
     for rule in dict.fromkeys(residual for residual, _, _ in found):
         points = sorted((d / L, list(seeds.values())) for (residual, L, d), seeds in found.items() if residual == rule)
         x, means = [ratio for ratio, _ in points], [statistics.mean(losses) for _, losses in points]
-        spread = [statistics.stdev(losses) if len(losses) > 1 else 0 for _, losses in points]
+        spread = [statistics.stdev(losses) if len(losses) > 1 else math.nan for _, losses in points]
         look = style(rule)
         ax.plot(x, means, **look, markersize=6)
         ax.fill_between(x, np.subtract(means, spread), np.add(means, spread), color=look["color"], alpha=0.15, linewidth=0)
+        for ratio, losses in points:
+            ax.scatter([ratio] * len(losses), losses, s=7, color=look["color"], alpha=0.5)
     aspect_axis(ax, {(L, d) for _, L, d in found})
 
 
@@ -1065,7 +1067,7 @@ def budgets(rows):
 
 def describe(rows):
     seeds, row = len({row["seed"] for row in rows}), rows[0]
-    return f"{row['data']}, {row['max_steps']:,} steps, up to {seeds} seed{'s' * (seeds > 1)}; band: one sd; x: missing"
+    return f"{row['data']}, {row['max_steps']:,} steps, up to {seeds} seed{'s' * (seeds > 1)}; band: one sd, dots: runs, x: missing"
 
 
 def missing(rows):
