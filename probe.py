@@ -1169,6 +1169,19 @@ def effects(rows):
     return "\n".join([head, *lines, ""]) if lines else ""
 
 
+def levels(rows):
+    """What each rule has over the first at the same shape, paired by seed."""
+    found = cells(rows)
+    base = next(iter(found))[0]
+    lines = []
+    for (rule, L, d), seeds in found.items():
+        other = found.get((base, L, d), {})
+        if rule != base and (both := [seeds[seed] - other[seed] for seed in seeds.keys() & other.keys()]):
+            lines.append(f"  {style(rule)['label']:28} {L} x {d:<6} {mean_sd(both)}")
+    head = f"{rows[0]['data']}, {rows[0]['max_steps']:,} steps: loss minus that of {style(base)['label']} at the same shape"
+    return "\n".join([head, *lines, ""]) if lines else ""
+
+
 def mean_sd(values):
     values = list(values)
     sd = f"sd {statistics.stdev(values):.4f}" if len(values) > 1 else "one seed"
@@ -1230,7 +1243,7 @@ def draw_figures(args):
         rows = read_runs(args.runs)
         figure = FIGURES[figures[0]](rows)
         for mine in budgets(rows).values():
-            print(effects(mine), end="")
+            print(effects(mine) + levels(mine), end="")
     else:
         figure = side_by_side(figures, args.runs)
     path = args.out or Path("results", f"figure{'-'.join(figures)}.png")

@@ -174,6 +174,14 @@ def test_effects_are_paired_by_seed():
     assert probe.effects(ROWS[:2]) == ""  # one shape
 
 
+def test_levels_are_paired_by_seed_and_shape():
+    head, shallow, deep = probe.levels(ROWS).splitlines()
+    assert "minus that of Pre-LN" in head
+    assert "2 x 64" in shallow and "-0.1000 (sd 0.0000, n = 2)" in shallow
+    assert "8 x 32" in deep and "-0.5000 (sd 0.1414, n = 2)" in deep
+    assert probe.levels(ROWS[:4]) == ""  # one rule
+
+
 def lines_of(ax):
     return {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in ax.get_lines()}
 
