@@ -665,8 +665,10 @@ class Layers(Probe):
 
     @classmethod
     def measure(cls, subject, out):
-        records = [json.loads(line) for line in cls.log(subject).read_text().splitlines()]
-        out.update({key: np.array([record[key] for record in records]) for key in records[0]})
+        keys = "step", "stream", "update", "gain", "gradient"
+        records = train.read_log(cls.log(subject), keys)
+        require(records, f"{cls.log(subject)} has no whole line")
+        out.update({key: np.array([record[key] for record in records]) for key in keys})
         yield 1
 
     @staticmethod
@@ -805,14 +807,14 @@ class Results:
     def __init__(self, folder):
         self.folder, self.arrays, self.about = folder, {}, {}
         try:
-            self.about = json.loads((folder / "probe.json").read_text())
+            self.about = dict(json.loads((folder / "probe.json").read_text()))
             with np.load(folder / "probe.npz") as file:
                 for key in file:
                     name, _, array = key.partition("/")
                     self.arrays.setdefault(name, {})[array] = file[key]
         except FileNotFoundError:
             pass
-        except (ValueError, OSError, EOFError, zipfile.BadZipFile):
+        except (ValueError, TypeError, OSError, EOFError, zipfile.BadZipFile):
             self.arrays, self.about = {}, {}  # cut short by a kill; measured anew
 
     def start(self, name, settings):
@@ -881,7 +883,7 @@ def run_probe(name, subject, results, settings):
             results.save()
             print(f"\ninterrupted; {subject.folder}/probe.npz keeps what is measured, and the same command goes on")
             raise
-        results.about[name] |= {"done": True, "summary": {key: float(value) for key, value in probe.summary(out).items()}}
+        results.about[name] |= {"done": True, "summary": {key: float(x) for key, x in probe.summary(out).items() if not np.isnan(x)}}
         results.save()
     draw_run(subject.folder, name, out)
     numbers = "  ".join(f"{key} {value:.4g}" for key, value in results.about[name]["summary"].items())
@@ -899,6 +901,8 @@ def show(text, end=""):
 def checkpoint_of(path):
     path = Path(path)
     checkpoint = path / "checkpoint.pt" if path.is_dir() else path
+    if path.is_dir() and not checkpoint.is_file():
+        raise Mistake(f"no checkpoint.pt in {path}; the `python train.py` command of the run makes it")
     if not checkpoint.is_file():
         near = suggest(str(path), map(str, Path("out").glob("*")))
         raise Mistake(f"no run in {path}{near or '; `python train.py configs/toy.py` makes out/toy'}")
@@ -953,40 +957,42 @@ def read_runs(paths):
         for row in read_csv(path) if path.suffix == ".csv" else [read_run(path)]:
             if row:
                 rows[row["name"], row["tokens"]] = row
-    require(rows or not paths, "none of these runs is complete; the same `python train.py` command goes on with one")
+    require(rows or not paths, "none of these runs is complete; the `python train.py` command of a run goes on with it")
     return list(rows.values())
 
 
 def read_csv(path):
     try:
         with open(path, newline="") as file:
-            return [{key: number(value) for key, value in row.items()} for row in csv.DictReader(file)]
+            return [checked(row, f"{path}, line {n}") for n, row in enumerate(csv.DictReader(file), 2)]
     except OSError as error:
         raise Mistake(f"{path}: {error.strerror}") from None
 
 
-def number(text):
-    for kind in int, float:
-        try:
-            return kind(text)
-        except ValueError:
-            pass
-    return text
+def checked(row, where):
+    """A line of a table, its numbers as numbers. Raises Mistake."""
+    kinds = {"name": str, "residual": str, "data": str, "lr": float, "val_loss": float, "step_seconds": float, "backbone": str}
+    try:
+        return {key: kinds.get(key, int)(row[key]) for key in COLUMNS}
+    except (KeyError, ValueError, TypeError) as error:
+        raise Mistake(f"{where}: not a table of `python probe.py --csv` ({type(error).__name__}: {error})") from None
 
 
 def read_run(folder):
     """A row, or None for a run that has not reached its last step."""
     try:
         cfg = configs.TrainConfig(**json.loads((folder / "config.json").read_text()))
-    except (OSError, ValueError, TypeError):
-        raise Mistake(f"no run in {folder}: a run has a config.json; `python train.py CONFIG` makes one in out/") from None
+    except OSError:
+        raise Mistake(f"no run in {folder}: a run has a config.json, and a table of runs ends in .csv") from None
+    except (ValueError, TypeError):
+        raise Mistake(f"{folder}/config.json is damaged; the `python train.py` command of the run writes it anew") from None
     records = train.read_log(folder / "log.jsonl")
     if not records or records[-1]["step"] < cfg.max_steps or "val_loss" not in records[-1]:
         print(f"{folder}: not complete, left out", file=sys.stderr)
         return None
     seconds = statistics.median(record["seconds"] for record in records)
-    about = {"tokens": flops.tokens(cfg), "backbone": backbone(cfg), "val_loss": records[-1]["val_loss"], "step_seconds": round(seconds, 4)}
-    row = vars(cfg) | about
+    row = vars(cfg) | {"tokens": flops.tokens(cfg), "backbone": backbone(cfg)}
+    row |= {"val_loss": round(records[-1]["val_loss"], 6), "step_seconds": round(seconds, 4)}
     return {key: row[key] for key in COLUMNS}
 
 
@@ -1134,7 +1140,9 @@ def side_by_side(figures, paths):
     for name in (name for figure in figures for name, probe in PROBES.items() if probe.figure == figure):
         if any(results.about.get(name, {}).get("done") for results in found.values()):
             rows += [(name, panel) for panel in range(PROBES[name].panels)]
-    require(rows, f"none of these runs has been probed for Figure {', '.join(figures)}: `python probe.py {paths[0]}` does it")
+    names = ",".join(name for name, probe in PROBES.items() if probe.figure in figures)
+    way_out = f"`python probe.py {paths[0]} --only={names}` measures it, or says why not"
+    require(rows, f"none of these runs has been probed for Figure {', '.join(figures)}; {way_out}")
     figure, axes = plt.subplots(len(rows), len(found), figsize=(4.2 * len(found), 3.4 * len(rows)), layout="constrained", squeeze=False)
     for column, results in zip(axes.T, found.values()):
         for name in dict.fromkeys(name for name, _ in rows):
@@ -1253,9 +1261,11 @@ def draw_figures(args):
 
 
 def write_csv(paths):
+    require(paths, "--csv of which runs? as in `python probe.py --csv out/study_*`")
+    rows = read_runs(paths)
     writer = csv.DictWriter(sys.stdout, COLUMNS, lineterminator="\n")
     writer.writeheader()
-    writer.writerows(read_runs(paths))
+    writer.writerows(rows)
 
 
 def parse(argv):

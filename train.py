@@ -376,7 +376,8 @@ def load_checkpoint(path, device="cpu"):
         state["model"] = {strip(name): w for name, w in state["model"].items()}
         return {key: state[key] for key in ("model", "optimizer", "step", "config", "data", "record", "val_loss")}
     except Exception as error:
-        raise Mistake(f"{path} is not a checkpoint of this program ({type(error).__name__}); remove it to start over") from None
+        what = f"not a checkpoint of this program, or a damaged one ({type(error).__name__})"
+        raise Mistake(f"{path} is {what}; if it is that of a run, remove it to start over") from None
 
 
 def load_model(path):

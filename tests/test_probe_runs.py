@@ -105,15 +105,20 @@ def test_damaged_results_are_measured_anew(runs, monkeypatch):
     monkeypatch.chdir(runs)
     probe.main(["out/hc", "--only=lens", "--windows=2"])
     before = probe.Results(Path("out/hc")).arrays["lens"]["kl"]
-    for name in "probe.npz", "probe.json":
+    for name, content in ("probe.npz", None), ("probe.json", None), ("probe.json", b"[]"), ("probe.json", b"[1]"):
         path = Path("out/hc", name)
-        path.write_bytes(path.read_bytes()[:50])
+        path.write_bytes(path.read_bytes()[:50] if content is None else content)
         probe.main(["out/hc", "--only=lens", "--windows=2"])
         np.testing.assert_array_equal(probe.Results(Path("out/hc")).arrays["lens"]["kl"], before)
 
 
 def test_bad_input_gets_one_line(runs, monkeypatch):
     monkeypatch.chdir(runs)
+    Path("empty").mkdir()
+    Path("empty/config.json").write_text("{")
+    good = row("hc", 2, 64, 0, 1.5)
+    lines = [",".join(probe.COLUMNS), *(",".join(str(r[key]) for key in probe.COLUMNS) for r in (good, good | {"lr": "abc"}))]
+    Path("bad.csv").write_text("\n".join(lines))
     for words, line in (
         (["out/nope"], "no run in out/nope"),
         (["out/prelm"], "did you mean out/preln?"),
@@ -125,6 +130,11 @@ def test_bad_input_gets_one_line(runs, monkeypatch):
         (["--figure=9", "out/preln"], "has been probed for Figure 9"),
         (["--compare", "out/preln"], "--compare takes two runs, not 1"),
         (["--windws=3", "out/preln"], "did you mean --windows?"),
+        (["--csv"], "--csv of which runs?"),
+        (["--figure=2", "bad.csv"], "bad.csv, line 3: not a table"),
+        (["--figure=2", "empty"], "empty/config.json is damaged"),
+        (["empty"], "no checkpoint.pt in empty"),
+        (["--figure=2", "out"], "no run in out"),
     ):
         with pytest.raises(Mistake) as mistake:
             probe.main(words)
@@ -215,7 +225,7 @@ def test_runs_become_a_table_that_figures_read(runs, tmp_path):
     done = call(runs, "--csv", "out/preln", "out/hc")
     rows = list(csv.DictReader(done.stdout.splitlines()))
     last = train.read_log(runs / "out/hc/log.jsonl")[-1]["val_loss"]
-    assert [r["name"] for r in rows] == ["preln", "hc"] and float(rows[1]["val_loss"]) == last and rows[1]["n_layer"] == "2"
+    assert [r["name"] for r in rows] == ["preln", "hc"] and float(rows[1]["val_loss"]) == round(last, 6) and rows[1]["n_layer"] == "2"
     table = tmp_path / "runs.csv"
     table.write_text(done.stdout)
     drawn = call(runs, "--figure=2", str(table), f"--out={tmp_path}/f.png")
@@ -293,7 +303,7 @@ def test_arc_takes_the_likeliest_answer_per_character(runs, tmp_path):
 def test_layer_stats_are_drawn(runs, monkeypatch):
     monkeypatch.chdir(runs)
     records = [{"step": s, "stream": [1, 2, 4 * s], "update": [1, 2], "gain": [2, 2 * s], "gradient": [0.1, 0.2]} for s in (1, 2, 3)]
-    Path("out/preln/layers.jsonl").write_text("\n".join(map(json.dumps, records)))
+    Path("out/preln/layers.jsonl").write_text("\n".join(map(json.dumps, records)) + '\n{"step": 4, "str')  # a kill cuts a line short
     probe.main(["out/preln", "--only=layers"])
     assert json.loads(Path("out/preln/probe.json").read_text())["layers"]["summary"] == {"largest_gain": 6}
     assert Path("out/preln/layers.png").stat().st_size > 5000
