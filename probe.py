@@ -1106,7 +1106,7 @@ def figure3(rows):
 
 
 def figure12(rows):
-    """Loss against peak learning rate, a panel for each shape and budget."""
+    """Loss against peak learning rate, a panel for each shape and budget; means over the seeds that all rates of a rule have."""
     require(rows, "--figure=12 needs runs, as of `python train.py configs/400m_preln_L24.py --lr=5e-4,1e-3,2e-3,5e-3`")
     plt, panels = pyplot(), {}
     for row in sorted(rows, key=lambda row: (row["data"], row["tokens"], row["n_layer"])):
@@ -1117,8 +1117,9 @@ def figure12(rows):
             by_lr = {}
             for row in mine:
                 if row["residual"] == rule:
-                    by_lr.setdefault(row["lr"], []).append(row["val_loss"])
-            points = sorted((lr, statistics.mean(losses)) for lr, losses in by_lr.items())
+                    by_lr.setdefault(row["lr"], {})[row["seed"]] = row["val_loss"]
+            shared = set.intersection(*map(set, by_lr.values()))  # a rate with more seeds is compared by those that all have
+            points = sorted((lr, statistics.mean(seeds[seed] for seed in shared or seeds)) for lr, seeds in by_lr.items())
             ax.plot(*zip(*points), **style(rule), markersize=6)
         ax.set_xscale("log")
         rates = sorted({row["lr"] for row in mine})
