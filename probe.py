@@ -443,7 +443,7 @@ class Share(Probe):
             for at in np.flatnonzero(out["opens"]):
                 ax.axvline(at - 0.5, color="black", linestyle="--", linewidth=0.8)
         ax.set(xlabel="branch k (last: the head)", ylabel="share of the mixture", ylim=(0, 1))
-        ax.legend(fontsize=7, loc="lower right")
+        ax.legend(fontsize=7, loc="upper right")
         whole_ticks(ax.xaxis, len(k))
 
 
@@ -503,11 +503,12 @@ class Transport(Probe):
 
     @staticmethod
     def draw(axes, out):
-        k, m = np.arange(1, len(out["rank"]) + 1), len(out["singular"])
+        k, m = np.arange(len(out["rank"])), len(out["singular"])
         axes[0].plot(k, out["rank"], color="tab:blue")
         axes[0].fill_between(k, out["rank_low"], out["rank_high"], color="tab:blue", alpha=0.3)
         axes[0].set(xlabel="branches passed", ylabel="effective rank", ylim=(1, m * 1.02))
         axes[0].grid(alpha=0.3)
+        whole_ticks(axes[0].xaxis, len(k), first=1)
         heat(axes[1], out["cosine"], "viridis", "|cos|", low=0, high=1)
         axes[1].set(xlabel="stream", ylabel="stream")
         error = np.abs(np.stack([out["singular_low"], out["singular_high"]]) - out["singular"])
@@ -593,6 +594,7 @@ class Health(Probe):
         for ax in axes:
             ax.set_xlabel("branch k")
             ax.grid(alpha=0.3)
+            whole_ticks(ax.xaxis, len(out["rows"]))
 
 
 class NLL(Tasks):

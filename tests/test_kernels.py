@@ -297,7 +297,7 @@ def connection_inputs(rule, T, K, d=40):
 
 
 @pytest.mark.parametrize("rule", ["hc", "mhc"])
-@pytest.mark.parametrize("dtype,most", [(F32, 5e-6), (BF16, 2e-2)])
+@pytest.mark.parametrize("dtype,most", [(F32, 3e-6), (BF16, 2e-2)])
 def test_connections_of_four_streams_and_their_gradients_are_those_of_the_definition(rule, dtype, most, poisoned):
     inputs, dH = connection_inputs(rule, T=17, K=3)
     exact = [p.double().requires_grad_() for p in inputs]
@@ -559,8 +559,8 @@ def test_autograd_keeps_nothing_beside_the_bank():
             y = bank.read(W[m], EPS)
             bank = bank.add(y.clone())
     own.add(bank.arena.Y.untyped_storage().data_ptr())
-    kept = [t for t in kept if t.numel() > 1]  # the handle of the bank is one number
-    assert kept and {t.untyped_storage().data_ptr() for t in kept} <= own
+    beside = {t.untyped_storage().data_ptr(): t.numel() for t in kept if t.untyped_storage().data_ptr() not in own}
+    assert kept and list(beside.values()) == [1], "the handle of the bank, one number"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
