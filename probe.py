@@ -61,6 +61,7 @@ class Subject:
     eot: int | None = None
     folder: Path | None = None  # of the run
     tokenizer: object = None  # for the probes that bring their own text
+    corpus: str = ""  # --data of the run
     examples: int = 0  # of each evaluation set; 0: all
     sources: dict = field(default_factory=dict)  # of evaluation sets, where they are not those of data.py
 
@@ -310,29 +311,35 @@ class Paths(Probe):
         axes[0].set(xlabel="reading branch k", ylabel="source i (0: the embedding)")
 
 
-class Pruning(Probe):
-    """The loss without one layer, for each of them, the last too (Figure 8a, by loss)."""
+class EachLayer(Probe):
+    """A number of the whole model, `base`, and of the models that lack one layer, the last too: `without`, (L,)."""
 
-    figure = "8"
+    figure, label = "8", ""
 
     @classmethod
     def measure(cls, subject, out):
-        L = len(subject.model.blocks)
-        if "loss" not in out:
-            out["base"], out["loss"] = np.array(loss(subject)), np.full(L, np.nan)
-        for s in np.flatnonzero(np.isnan(out["loss"])):
-            out["loss"][s] = loss(subject, without(subject.model, s))
-            yield 1 - np.isnan(out["loss"]).mean()
+        if "without" not in out:
+            out["base"], out["without"] = np.array(cls.number(subject)), np.full(len(subject.model.blocks), np.nan)
+        for s in np.flatnonzero(np.isnan(out["without"])):
+            out["without"][s] = cls.number(subject, without(subject.model, s))
+            yield 1 - np.isnan(out["without"]).mean()
+
+    @classmethod
+    def draw(cls, axes, out):
+        bars(axes[0], out["without"] - out["base"])
+        axes[0].set(xlabel="removed layer", ylabel=f"change of {cls.label}")
+
+
+class Pruning(EachLayer):
+    """The loss without one layer (Figure 8a, by loss)."""
+
+    label = "the loss (nats per token)"
+    number = staticmethod(loss)
 
     @staticmethod
     def summary(out):
-        change = out["loss"] - out["base"]
+        change = out["without"] - out["base"]
         return {"loss_windows": out["base"], "pruning_most": change.max(), "pruning_least": change.min()}
-
-    @staticmethod
-    def draw(axes, out):
-        bars(axes[0], out["loss"] - out["base"])
-        axes[0].set(xlabel="removed layer", ylabel="change of the loss (nats per token)")
 
 
 class Tasks(Probe):
@@ -345,22 +352,13 @@ class Tasks(Probe):
         return {"examples": subject.examples, "sources": subject.sources}
 
 
-class Arc(Tasks):
-    """ARC-Easy without one layer: the accuracy of the answer with the highest log-likelihood per character (Figure 8a)."""
+class Arc(Tasks, EachLayer):
+    """ARC-Easy without one layer: percent of questions whose right answer has the highest log-likelihood per character (Figure 8a)."""
 
-    figure = "8"
-
-    @classmethod
-    def measure(cls, subject, out):
-        L = len(subject.model.blocks)
-        if "accuracy" not in out:
-            out["base"], out["accuracy"] = np.array(cls.accuracy(subject)), np.full(L, np.nan)
-        for s in np.flatnonzero(np.isnan(out["accuracy"])):
-            out["accuracy"][s] = cls.accuracy(subject, without(subject.model, s))
-            yield 1 - np.isnan(out["accuracy"]).mean()
+    label = "ARC-Easy (points)"
 
     @staticmethod
-    def accuracy(subject, blocks=None):
+    def number(subject, blocks=None):
         examples = subject.eval_set("arc-easy")
         answers = [(n, target) for n, example in enumerate(examples) for target in example.targets]
         pairs = [data.encode_pair(subject.tokenizer, examples[n].context, target) for n, target in answers]
@@ -368,16 +366,11 @@ class Arc(Tasks):
         each = [[] for _ in examples]
         for (n, target), value in zip(answers, nll):
             each[n].append(value / len(target.lstrip()))  # without the space before it, as lm-eval counts
-        return statistics.mean(int(np.argmin(values)) == example.gold for values, example in zip(each, examples))
+        return 100 * statistics.mean(int(np.argmin(values)) == example.gold for values, example in zip(each, examples))
 
     @staticmethod
     def summary(out):
         return {"arc_easy": out["base"]}
-
-    @staticmethod
-    def draw(axes, out):
-        bars(axes[0], 100 * (out["accuracy"] - out["base"]))
-        axes[0].set(xlabel="removed layer", ylabel="change of ARC-Easy (points)")
 
 
 class Lens(Probe):
@@ -696,6 +689,34 @@ class Layers(Probe):
             ax.set(xlabel=f"step (of {len(out['step'])} measured)", ylabel="layer l")
 
 
+class Rounds(Probe):
+    """The share of answers of --data=automaton that are right, for each number k of rounds that a document asks for."""
+
+    @classmethod
+    def measure(cls, subject, out):
+        if subject.corpus != "automaton":
+            raise NotImplementedError("only --data=automaton asks for rounds")
+        yield from super().measure(subject, out)
+
+    @staticmethod
+    def batch(model, tokens, targets):
+        """A window is a document: k, then pairs of a state, where the answer is predicted, and the answer."""
+        right = (model(tokens).argmax(-1) == targets)[:, 1:-1:2].double().mean(-1)
+        asked = (tokens[:, :1] == ord("1") + torch.arange(6, device=tokens.device)).double()  # (B, 6)
+        require(bool(asked.any(-1).all()), f"a window of {tokens.shape[1]} tokens is not a document of the automaton; --length=64 is")
+        return {"right": (asked * right[:, None]).mean(0), "asked": asked.mean(0)}
+
+    @staticmethod
+    def summary(out):
+        return {f"rounds_{k}": value for k, value in enumerate(out["right"] / out["asked"], 1)}
+
+    @staticmethod
+    def draw(axes, out):
+        axes[0].bar(np.arange(1, 7), out["right"] / out["asked"], color="tab:blue")
+        axes[0].axhline(0.2, color="black", linestyle="--", linewidth=0.8)  # chance
+        axes[0].set(xlabel="rounds k", ylabel="share of right answers (dashed: chance)", ylim=(0, 1))
+
+
 PROBES = {
     "angular": Angular,
     "causal": Causal,
@@ -709,6 +730,7 @@ PROBES = {
     "health": Health,
     "nll": NLL,
     "layers": Layers,
+    "rounds": Rounds,
 }
 
 
@@ -852,7 +874,7 @@ def probe_run(path, args):
     sources = {source.partition("=")[0]: source for source in args.tasks.split(",") if source}
     results, problems = Results(folder), {}
     for name in names:
-        subject = Subject(model, tokens, dataset.eot, folder, examples=args.examples, sources=sources)
+        subject = Subject(model, tokens, dataset.eot, folder, corpus=cfg.data, examples=args.examples, sources=sources)
         try:
             if issubclass(PROBES[name], Tasks):
                 subject.tokenizer = dataset.load_tokenizer()
@@ -1030,6 +1052,21 @@ def curves(ax, rows):
     aspect_axis(ax, {(L, d) for _, L, d in found})
 
 
+def variants(ax, rows):
+    """Rules at one shape, a line for each: the mean over seeds, one standard deviation, a dot for each run."""
+    found = cells(rows)
+    for place, ((rule, _, _), seeds) in enumerate(found.items()):
+        losses, look = list(seeds.values()), style(rule)
+        spread = statistics.stdev(losses) if len(losses) > 1 else math.nan
+        ax.errorbar(statistics.mean(losses), place, xerr=spread, color=look["color"], marker=look["marker"], markersize=7, capsize=4)
+        ax.scatter(losses, [place] * len(losses), s=9, color="black", alpha=0.6, zorder=3)
+    (L, d), *_ = {(L, d) for _, L, d in found}
+    ax.set_yticks(range(len(found)), [style(rule)["label"] for rule, _, _ in found])
+    ax.invert_yaxis()
+    ax.set(xlabel=f"validation loss (nats per token), {L} x {d}")
+    ax.grid(axis="x", alpha=0.3)
+
+
 def published(ax, rules):
     for rule in rules:
         losses, look = PUBLISHED.get(rule, ()), style(rule)
@@ -1049,20 +1086,31 @@ def aspect_axis(ax, shapes):
 
 
 def figure2(rows):
-    """Loss against aspect ratio, one panel for each `budget`; without runs, and beside runs of the paper's shapes, the paper's values."""
-    plt, panels = pyplot(), list(budgets(rows).values()) or [[]]
-    figure, axes = plt.subplots(1, len(panels), figsize=(6.5 * len(panels), 4.5), layout="constrained", squeeze=False)
+    """A `panel` for each budget; without runs, and beside runs of the paper's shapes, the paper's values."""
+    panels = list(budgets(rows).values()) or [[]]
+    figure, axes = pyplot().subplots(1, len(panels), figsize=(6.5 * len(panels), 4.5), layout="constrained", squeeze=False)
     for ax, mine in zip(axes[0], panels):
         if mine:
-            curves(ax, mine)
+            panel(ax, mine)
         if not mine or any((row["n_layer"], row["d_model"]) in flops.SHAPES for row in mine):
             published(ax, {row["residual"] for row in mine} or PUBLISHED)
-        for n, (residual, L, d, command) in enumerate(missing(mine)):
-            ax.plot(d / L, 0.02 + 0.03 * (n % 5), "x", color=style(residual)["color"], transform=ax.get_xaxis_transform())
-            print(f"missing: {command}")
         ax.set_title("the paper's values (hollow), one seed" if not mine else describe(mine), fontsize=9)
-        ax.legend(fontsize=7, ncols=2)
+        if ax.get_legend_handles_labels()[0]:  # not where the axis names the rules
+            ax.legend(fontsize=7, ncols=2)
     return figure
+
+
+def panel(ax, rows):
+    """Loss against aspect ratio, or of several rules at one shape; a run that is missing is a cross, and a command on the terminal."""
+    at_one_shape = len({(row["n_layer"], row["d_model"]) for row in rows}) == 1 < len({row["residual"] for row in rows})
+    lack = list(missing(rows))
+    if at_one_shape and not lack:
+        variants(ax, rows)
+        return
+    curves(ax, rows)
+    for n, (residual, L, d, command) in enumerate(lack):
+        ax.plot(d / L, 0.02 + 0.03 * (n % 5), "x", color=style(residual)["color"], transform=ax.get_xaxis_transform())
+        print(f"missing: {command}")
 
 
 def budgets(rows):
@@ -1080,7 +1128,7 @@ def describe(rows):
 
 def missing(rows):
     """(residual, layers, width, command) of the config files of the same family, and the seeds, that have no run here."""
-    bases = {row["name"].split("-")[0] for row in rows}
+    bases = {base_of(row) for row in rows}
     families = sorted({base.split("_")[0] for base in bases if Path("configs", f"{base}.py").exists()})
     seeds = sorted({row["seed"] for row in rows})
     there = {(row["residual"], row["n_layer"], row["d_model"], row["seed"]) for row in rows}
@@ -1088,7 +1136,20 @@ def missing(rows):
         cfg = configs.load(path)
         lack = [seed for seed in seeds if (cfg.residual, cfg.n_layer, cfg.d_model, seed) not in there]
         if lack:
-            yield cfg.residual, cfg.n_layer, cfg.d_model, f"python train.py {path} --seed={','.join(map(str, lack))}"
+            yield cfg.residual, cfg.n_layer, cfg.d_model, command(path.stem, rows[0], seed=lack)
+
+
+def base_of(row):
+    """The name of the config file that a run was made of."""
+    return row["name"].split("-")[0]
+
+
+def command(base, like, **values):
+    """What makes the runs of a config file that are missing beside the run `like`."""
+    cfg = configs.load(Path("configs", f"{base}.py"))
+    values |= {"max_steps": [like["max_steps"]]}
+    options = (f" --{key}={','.join(map(str, some))}" for key, some in values.items() if some != [getattr(cfg, key)])
+    return f"python train.py configs/{base}.py" + "".join(options)
 
 
 def figure3(rows):
@@ -1099,9 +1160,7 @@ def figure3(rows):
         scales.setdefault(row["name"].split("_")[0], []).append(row)
     figure, axes = plt.subplots(1, len(scales), figsize=(4.5 * len(scales), 4), layout="constrained", squeeze=False)
     for ax, (scale, mine) in zip(axes[0], sorted(scales.items(), key=lambda item: item[1][0]["backbone"])):
-        curves(ax, mine)
-        for _, _, _, command in missing(mine):
-            print(f"missing: {command}")
+        panel(ax, mine)
         ax.set_title(scale, fontsize=9)
     axes[0][0].legend(fontsize=7)
     return figure
@@ -1115,20 +1174,25 @@ def figure12(rows):
         panels.setdefault((row["data"], row["max_steps"], row["n_layer"], row["d_model"]), []).append(row)
     figure, axes = plt.subplots(1, len(panels), figsize=(4.5 * len(panels), 4), layout="constrained", squeeze=False)
     for ax, ((corpus, steps, L, d), mine) in zip(axes[0], panels.items()):
-        for rule in sorted({row["residual"] for row in mine}, key=order):
+        rates = sorted({row["lr"] for row in mine})
+        for n, rule in enumerate(sorted({row["residual"] for row in mine}, key=order)):
             by_lr = {}
             for row in mine:
                 if row["residual"] == rule:
                     by_lr.setdefault(row["lr"], {})[row["seed"]] = row["val_loss"]
+                    like = row
             shared = set.intersection(*map(set, by_lr.values()))  # a rate with more seeds is compared by those that all have
             points = sorted((lr, statistics.mean(seeds[seed] for seed in shared or seeds)) for lr, seeds in by_lr.items())
             ax.plot(*zip(*points), **style(rule), markersize=6)
+            lack = [lr for lr in rates if lr not in by_lr]
+            ax.plot(lack, [0.02 + 0.03 * n] * len(lack), "x", color=style(rule)["color"], transform=ax.get_xaxis_transform())
+            if lack and Path("configs", f"{base_of(like)}.py").exists():
+                print(f"missing: {command(base_of(like), like, residual=[rule], lr=lack)}")
         ax.set_xscale("log")
-        rates = sorted({row["lr"] for row in mine})
         ax.set_xticks(rates, [f"{lr:g}" for lr in rates], fontsize=7)
         ax.minorticks_off()
         ax.set(xlabel="peak learning rate")
-        ax.set_title(f"{corpus}, {steps:,} steps: {L} x {d}", fontsize=9)
+        ax.set_title(f"{corpus}, {steps:,} steps: {L} x {d}; x: missing", fontsize=9)
         ax.grid(alpha=0.3)
     axes[0][0].set(ylabel="validation loss (nats per token)")
     axes[0][0].legend(fontsize=7)

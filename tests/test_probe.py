@@ -160,7 +160,7 @@ def test_a_layer_that_adds_nothing(residual):
     swapped = probe.measure("permutation", model, TOKENS)["score"]
     assert max(swapped[0, 1], swapped[1, 2]) < 1e-12 < 1e-4 < min(swapped[0, 2], swapped[0, 3], swapped[1, 3], swapped[2, 3])
     pruned = probe.measure("pruning", model, TOKENS)
-    assert abs(pruned["loss"][1] - pruned["base"]) < 1e-12 < 1e-4 < np.abs(np.delete(pruned["loss"], 1) - pruned["base"]).min()
+    assert abs(pruned["without"][1] - pruned["base"]) < 1e-12 < 1e-4 < np.abs(np.delete(pruned["without"], 1) - pruned["base"]).min()
 
 
 @pytest.mark.parametrize("residual", ["preln", "deepnorm", "keel", "layerrope", "hc", "mhc", "fullattnres", "moda", "denseformer"])
@@ -587,7 +587,7 @@ def test_pruning(residual):
     model, X, Y = for_loops(residual)
     ours = probe.measure("pruning", model, TOKENS)
     close(ours["base"], loss_of(run(model, residual, X).logits, Y))
-    close(ours["loss"], [loss_of(run(model, residual, X, skip=s).logits, Y) for s in range(5)])
+    close(ours["without"], [loss_of(run(model, residual, X, skip=s).logits, Y) for s in range(5)])
 
 
 @every_form
@@ -799,7 +799,7 @@ def shapes(name, L, m):
         "causal": dict(score=(L, L)),
         "permutation": dict(base=(), score=(L, L)),
         "paths": dict(weight=(2 * L, 2 * L), spread=(2 * L, 2 * L)),
-        "pruning": dict(base=(), loss=(L,)),
+        "pruning": dict(base=(), without=(L,)),
         "lens": dict(kl=(L + 1,), loss=(L + 1,)),
         "share": dict.fromkeys(("newest", "others", "opens"), (2 * L + 1,)),
         "transport": {**dict.fromkeys(("rank", "rank_low", "rank_high"), (2 * L,)), "cosine": (m, m), "singular": (m,)},

@@ -82,7 +82,7 @@ def test_an_interrupted_probe_goes_on(runs, monkeypatch, capsys):
         swaps.append(blocks)
         return whole(subject, blocks)
 
-    monkeypatch.setattr(probe, "loss", interrupted)
+    monkeypatch.setattr(probe.Pruning, "number", interrupted)
     with pytest.raises(KeyboardInterrupt):
         probe.main(["out/preln", "--only=pruning", "--windows=2"])  # the loss and that without layer 0 are there
     assert "goes on" in capsys.readouterr().out
@@ -92,13 +92,13 @@ def test_an_interrupted_probe_goes_on(runs, monkeypatch, capsys):
         swaps.append(blocks)
         return whole(subject, blocks)
 
-    monkeypatch.setattr(probe, "loss", counted)
+    monkeypatch.setattr(probe.Pruning, "number", counted)
     probe.main(["out/preln", "--only=pruning", "--windows=2"])
     assert len(swaps) == 3  # layer 1 alone was left
     model, _ = train.load_model("out/preln/checkpoint.pt")
     tokens = torch.from_numpy(data.open_dataset("stdlib").windows("val", 32, 42).batch(0, 2))
     expected = probe.measure("pruning", model, tokens)
-    np.testing.assert_allclose(probe.Results(Path("out/preln")).arrays["pruning"]["loss"], expected["loss"], rtol=1e-6)
+    np.testing.assert_allclose(probe.Results(Path("out/preln")).arrays["pruning"]["without"], expected["without"], rtol=1e-6)
 
 
 def test_damaged_results_are_measured_anew(runs, monkeypatch):
@@ -202,7 +202,7 @@ def test_figure2_shows_runs_the_paper_and_what_is_missing(monkeypatch, capsys):
     x, y = lines_of(ax)["HC"]
     assert x == [4, 32] and y == pytest.approx([1.3, 1.45])
     missing = [line for line in capsys.readouterr().out.splitlines() if line.startswith("missing: ")]
-    assert "missing: python train.py configs/study_fullattnres_L9.py --seed=0,1" in missing
+    assert "missing: python train.py configs/study_fullattnres_L9.py --seed=0,1 --max_steps=10" in missing
     assert len(missing) == len(list(Path("configs").glob("study_*.py"))) and len(ax.get_lines()) == 2 + len(missing)
 
     paper = lines_of(probe.figure2([]).axes[0])
@@ -218,7 +218,35 @@ def test_figures_3_and_12(capsys):
     panels = probe.figure3([large, row("hc", 24, 672, 0, 2.9, name="200m_hc_L24", backbone=1)]).axes
     assert [ax.get_title() for ax in panels] == ["200m", "500m"]
     panels = probe.figure12(ROWS).axes
-    assert lines_of(panels[1])["HC"] == ([1e-3, 2e-3], [1.3, 1.2]) and [ax.get_title()[-6:] for ax in panels] == ["2 x 64", "8 x 32"]
+    assert lines_of(panels[1])["HC"] == ([1e-3, 2e-3], [1.3, 1.2]) and [ax.get_title()[-18:-12] for ax in panels] == ["2 x 64", "8 x 32"]
+
+
+def test_a_rate_that_only_another_rule_has_is_a_cross_in_figure_12(monkeypatch, capsys):
+    monkeypatch.chdir(HERE)
+    rows = [row("preln", 9, 64, 0, 1.5, lr=lr, name=f"study_preln_L9-lr-{lr}") for lr in (1e-3, 2e-3, 4e-3)]
+    rows += [row("hc:m=2", 9, 64, 0, 1.4, lr=2e-3, name="study_hc_L9-residual-hc-m-2-lr-0.002")]
+    (ax,) = probe.figure12(rows).axes
+    (cross,) = [line for line in ax.get_lines() if line.get_marker() == "x" and len(line.get_xdata())]
+    assert list(cross.get_xdata()) == [1e-3, 4e-3] and cross.get_color() == probe.style("hc")["color"]
+    steps = f" --max_steps={rows[0]['max_steps']}"
+    assert capsys.readouterr().out == f"missing: python train.py configs/study_hc_L9.py --residual=hc:m=2 --lr=0.001,0.004{steps}\n"
+
+
+def test_a_shape_that_is_missing_is_a_cross_in_figure_3(monkeypatch, capsys):
+    monkeypatch.chdir(HERE)
+    (ax,) = probe.figure3([row("preln", L, d, 0, 1.5, name=f"study_preln_L{L}") for L, d in ((2, 136), (4, 96), (9, 64))]).axes
+    crosses = [(line.get_xdata()[0], line.get_color()) for line in ax.get_lines() if line.get_marker() == "x"]
+    expected = {(d / L, probe.style(rule)["color"]) for L, d in ((2, 136), (4, 96), (9, 64)) for rule in ("hc", "fullattnres")}
+    assert set(crosses) == expected and len(crosses) == 6 == capsys.readouterr().out.count("missing: ")
+
+
+def test_rules_at_one_shape_are_lines_of_their_own():
+    rows = [row(f"mhc{options}", 9, 64, seed, 1.4 + 0.2 * seed + n) for n, options in enumerate(("", ":constraint=row")) for seed in (0, 1)]
+    (ax,) = probe.figure2(rows).axes
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["mHC", "mHC constraint=row"] and ax.yaxis_inverted()
+    assert [tuple(map(float, line.get_xydata()[0])) for line in ax.get_lines() if line.get_marker() == "d"] == [(1.5, 0), (2.5, 1)]
+    low, high = ax.containers[0][1]  # the caps of one standard deviation
+    assert high.get_xdata() - low.get_xdata() == pytest.approx(2 * 0.1 * 2**0.5)
 
 
 def test_runs_become_a_table_that_figures_read(runs, tmp_path):
@@ -297,7 +325,7 @@ def test_arc_takes_the_likeliest_answer_per_character(runs, tmp_path):
     for n, line in enumerate(lines):
         scores = [log_p(model, f"Question: {n}?\nAnswer:".encode(), f" {c}".encode()) / len(c) for c in line["choices"]["text"]]
         right += max(range(3), key=scores.__getitem__) == n % 3
-    assert out["base"] == pytest.approx(right / 7) and out["accuracy"].shape == (2,)
+    assert out["base"] == pytest.approx(100 * right / 7) and out["without"].shape == (2,)
 
 
 def test_layer_stats_are_drawn(runs, monkeypatch):
@@ -308,3 +336,23 @@ def test_layer_stats_are_drawn(runs, monkeypatch):
     assert json.loads(Path("out/preln/probe.json").read_text())["layers"]["summary"] == {"largest_gain": 6}
     assert Path("out/preln/layers.png").stat().st_size > 5000
     Path("out/preln/layers.jsonl").unlink()
+
+
+def test_rounds_count_the_right_answers_of_each_k():
+    """A model that is right where k is at most 3 (and at one answer of the others), on documents of 4 answers."""
+    k = torch.tensor([1, 3, 3, 5, 6, 2, 4, 5])
+    windows = torch.cat([k[:, None] + ord("0"), torch.randint(97, 102, (8, 8)), torch.full((8, 1), 256)], 1)
+
+    def model(tokens):
+        targets = torch.cat([tokens[:, 1:], torch.full_like(tokens[:, :1], 256)], 1)
+        wrong = tokens[:, :1] > ord("3")
+        wrong = wrong & (torch.arange(tokens.shape[1]) != 5)
+        return torch.nn.functional.one_hot(torch.where(wrong, 0, targets), 257).float()
+
+    found = probe.measure("rounds", model, windows, corpus="automaton")
+    shares = probe.Rounds.summary(found)
+    assert shares == {f"rounds_{n}": 1 if n < 4 else 0.25 for n in range(1, 7)}
+    with pytest.raises(NotImplementedError, match="automaton"):
+        probe.measure("rounds", model, windows, corpus="stdlib")
+    with pytest.raises(Mistake, match="not a document"):
+        probe.measure("rounds", model, windows[:, 1:], corpus="automaton")
