@@ -31,7 +31,7 @@ from collections import namedtuple
 from dataclasses import replace
 from pathlib import Path
 
-from configs import Mistake, ModelConfig, load, one_line_mistakes, require, suggest
+from configs import Mistake, ModelConfig, load, one_line_mistakes, require, rule_option, suggest
 
 BF16, FP32 = 2, 4  # bytes
 A100 = 312e12  # bf16 FLOP/s of NVIDIA's A100
@@ -348,21 +348,9 @@ def split_residual(residual):
         if key not in known:
             has = f"it knows {', '.join(known)}" if known else "it has none"
             raise Mistake(f"flops.py does not know what option {key!r} of {rule} costs{suggest(key, known)} ({has})")
-        options[key] = convert(f"{rule}:{key}", text, known[key])
+        kind = known[key] if isinstance(known[key], tuple) else type(known[key])
+        options[key] = rule_option(f"{rule}:{key}", text, kind, options[key])
     return rule, options
-
-
-def convert(option, text, default):
-    if not isinstance(default, (bool, tuple)):
-        try:
-            value = type(default)(text)
-        except ValueError:
-            value = 0
-        require(value > 0, f"{option}={text}: expected a number above 0, as in {option}={default}")
-        return value
-    good = dict(zip(default, default)) if isinstance(default, tuple) else {"on": True, "True": True, "off": False, "False": False}
-    require(text in good, f"{option}={text}: expected {' or '.join(good)}")
-    return good[text]
 
 
 def fill(formula, value):

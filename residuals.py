@@ -28,7 +28,7 @@ from torch import nn
 from torch.nn.functional import layer_norm, one_hot, pad, rms_norm, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from configs import Mistake, suggest
+from configs import Mistake, rule_option, suggest
 
 EPS = 1e-6
 
@@ -857,7 +857,7 @@ class DenseFormer(PreLN):
 class NormedProduct(torch.autograd.Function):
     """y = r x W with r = 1 / RMS(x). Given g = dy, its gradients in one pass over x:
 
-        dx = r g W^T - (g . y) r^2 / d x,   dW = (r x)^T g
+    dx = r g W^T - (g . y) r^2 / d x,   dW = (r x)^T g
     """
 
     @staticmethod
@@ -1041,7 +1041,12 @@ def rule_of(residual):
     if key not in RULES:
         raise Mistake(f"no residual rule {key!r}{suggest(key, RULES)} (one of {', '.join(RULES)})")
     rule = RULES[key]
-    values = dict(parse(rule, key, option) for option in options)
+    known, values = options_of(rule), {}
+    for name, _, text in (option.partition("=") for option in options):
+        if name not in known:
+            has = f"it has {', '.join(known)}" if known else "it has none"
+            raise Mistake(f"{key} has no option {name!r}{suggest(name, known)} ({has})")
+        values[name] = rule_option(f"{key}:{name}", text, *known[name])
     return type(rule.__name__, (rule,), values) if values else rule
 
 
@@ -1052,26 +1057,6 @@ def options_of(rule):
         if issubclass(cls, Residual):
             kinds.update(vars(cls).get("__annotations__", {}))
     return {name: (get_args(kind) if get_origin(kind) is Literal else kind, getattr(rule, name)) for name, kind in kinds.items()}
-
-
-def parse(rule, key, option):
-    name, _, text = option.partition("=")
-    known = options_of(rule)
-    if name not in known:
-        has = f"it has {', '.join(known)}" if known else "it has none"
-        raise Mistake(f"{key} has no option {name!r}{suggest(name, known)} ({has})")
-    kind, default = known[name]
-    good = {"on": True, "True": True, "off": False, "False": False} if kind is bool else kind
-    try:
-        if isinstance(good, tuple):
-            good = {choice: choice for choice in good}
-        value = good[text] if isinstance(good, dict) else good(text)
-        if kind in (int, float) and not 0 < value < math.inf:
-            raise ValueError
-    except (KeyError, ValueError):
-        expected = " or ".join(good) if isinstance(good, dict) else f"a positive {kind.__name__}"
-        raise Mistake(f"{key}:{name}={text}: expected {expected}, as in {key}:{name}={default}") from None
-    return name, value
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -202,6 +202,21 @@ def convert(key, kind, text):
     raise Mistake(f"--{key}={text}: expected {kind.__name__}, as in --{key}={default(key)}")
 
 
+def rule_option(option, text, kind, example):
+    """What the text of a rule's option stands for, of a type (numbers are positive) or one of several choices. Raises Mistake."""
+    choices = {"on": True, "True": True, "off": False, "False": False} if kind is bool else kind
+    if isinstance(choices, tuple):
+        choices = dict(zip(choices, choices))
+    try:
+        value = choices[text] if isinstance(choices, dict) else kind(text)
+        if kind not in (int, float) or 0 < value < math.inf:
+            return value
+    except (KeyError, ValueError):
+        pass
+    expected = " or ".join(choices) if isinstance(choices, dict) else f"a positive {kind.__name__}"
+    raise Mistake(f"{option}={text}: expected {expected}, as in {option}={example}")
+
+
 def check_type(field, value):
     kinds = (int, float) if field.type is float else (field.type,)
     if not isinstance(value, kinds) or (isinstance(value, bool) and field.type is not bool):

@@ -527,7 +527,7 @@ def test_json_and_csv_carry_the_same_numbers_in_full():
     (["--d_ff=-5"], "--d_ff=-5 must be above 0"),
     (["--n_block=4"], "did you mean --n_blocks?"),
     (["--residual=hcc"], "did you mean hc?"),
-    (["--residual=hc:m=0"], "hc:m=0: expected a number above 0"),
+    (["--residual=hc:m=0"], "hc:m=0: expected a positive int"),
     (["--residual=hc:n=3"], "option 'n' of hc"),
     (["--residual=mhc:constraint=double"], "expected doubly or row"),
     (["--d_ff=1000"], "--d_ff=1008 is"),
