@@ -197,10 +197,28 @@ class Angular(Probe):
         axes[0].set_title("d(z_l, z_l+n)", fontsize=9)
 
 
-class Causal(Probe):
-    """C(s, l) = |u_l - u_l without layer s| / |u_l|,   u_l = z_{l+1} - z_l, the mean over tokens of the ratios (Eq. 3, Figure 6b)."""
+class Pairs(Probe):
+    """A score of pairs of layers, (L, L), and R, the share of late pairs whose score is above tau."""
 
     figure = "6"
+
+    @classmethod
+    def summary(cls, out):
+        return {cls.R: late_fraction(out["score"], cls.tau)}
+
+    @classmethod
+    def draw(cls, axes, out):
+        score = upper(out["score"])
+        heat(axes[0], score, "magma_r", f"{cls.__name__.lower()} score", low=0, high=np.nanpercentile(score, cls.darkest))
+        axes[0].set(xlabel=cls.column, ylabel=cls.row)
+        axes[0].set_title(share_text(cls.R, out["score"], cls.tau), fontsize=9)
+
+
+class Causal(Pairs):
+    """C(s, l) = |u_l - u_l without layer s| / |u_l|,   u_l = z_{l+1} - z_l, the mean over tokens of the ratios (Eq. 3, Figure 6b)."""
+
+    R, tau, darkest = "R_causal", TAU_CAUSAL, 99
+    row, column = "skipped layer s", "layer l"
 
     @staticmethod
     def batch(model, tokens, targets):
@@ -219,22 +237,12 @@ class Causal(Probe):
                 score[s, l] = (change / updates[l].norm(dim=-1).clamp(min=1e-8)).double().mean()
         return {"score": score}
 
-    @staticmethod
-    def summary(out):
-        return {"R_causal": late_fraction(out["score"], TAU_CAUSAL)}
 
-    @staticmethod
-    def draw(axes, out):
-        score = upper(out["score"])
-        heat(axes[0], score, "magma_r", "causal score", low=0, high=np.nanpercentile(score, 99))
-        axes[0].set(xlabel="layer l", ylabel="skipped layer s")
-        axes[0].set_title(share_text("R_causal", out["score"], TAU_CAUSAL), fontsize=9)
-
-
-class Permutation(Probe):
+class Permutation(Pairs):
     """P(i, j) = |loss with layers i and j exchanged - loss| / loss (Eq. 4, Figure 6d)."""
 
-    figure = "6"
+    R, tau, darkest = "R_perm", TAU_PERM, 95
+    row, column = "layer i", "layer j"
 
     @classmethod
     def measure(cls, subject, out):
@@ -252,17 +260,6 @@ class Permutation(Probe):
                 swap(model, i, j)
             out["score"][i, j] = abs(swapped - out["base"]) / out["base"]
             yield 1 - np.isnan(out["score"]).sum() / (L * (L - 1) / 2)
-
-    @staticmethod
-    def summary(out):
-        return {"R_perm": late_fraction(out["score"], TAU_PERM)}
-
-    @staticmethod
-    def draw(axes, out):
-        score = upper(out["score"])
-        heat(axes[0], score, "magma_r", "permutation score", low=0, high=np.nanpercentile(score, 95))
-        axes[0].set(xlabel="layer j", ylabel="layer i")
-        axes[0].set_title(share_text("R_perm", out["score"], TAU_PERM), fontsize=9)
 
 
 class Paths(Probe):
