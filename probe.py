@@ -1014,7 +1014,8 @@ def read_run(folder):
     seconds = statistics.median(record["seconds"] for record in records)
     row = vars(cfg) | {"tokens": flops.tokens(cfg), "backbone": backbone(cfg)}
     row |= {"val_loss": round(records[-1]["val_loss"], 6), "step_seconds": round(seconds, 4)}
-    return {key: row[key] for key in COLUMNS}
+    probed = [about.get("summary", {}) for about in Results(folder).about.values()]
+    return {key: row[key] for key in COLUMNS} | {key: round(value, 6) for summary in probed for key, value in summary.items()}
 
 
 def backbone(cfg):
@@ -1327,7 +1328,8 @@ def draw_figures(args):
 def write_csv(paths):
     require(paths, "--csv of which runs? as in `python probe.py --csv out/study_*`")
     rows = read_runs(paths)
-    writer = csv.DictWriter(sys.stdout, COLUMNS, lineterminator="\n")
+    columns = dict.fromkeys(key for row in rows for key in row)  # COLUMNS, then what has been probed
+    writer = csv.DictWriter(sys.stdout, columns, lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
 
@@ -1344,7 +1346,7 @@ def parse(argv):
     option("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to")
     option("--figure", metavar="2", help="draw Figure 2, 3 or 12 of runs, or those of the probes side by side, as in 5,6")
     option("--compare", action="store_true", help="print two runs side by side")
-    option("--csv", action="store_true", help="print runs as a table")
+    option("--csv", action="store_true", help="print runs as a table, with what their probes have found")
     option("--out", type=Path, metavar="FILE", help="the figure, by default results/figureN.png")
     args = parser.parse_args(argv)
     for key in "windows", "length", "examples":

@@ -250,10 +250,13 @@ def test_rules_at_one_shape_are_lines_of_their_own():
 
 
 def test_runs_become_a_table_that_figures_read(runs, tmp_path):
+    assert call(runs, "out/hc", "--only=pruning", "--windows=2").returncode == 0
     done = call(runs, "--csv", "out/preln", "out/hc")
     rows = list(csv.DictReader(done.stdout.splitlines()))
     last = train.read_log(runs / "out/hc/log.jsonl")[-1]["val_loss"]
     assert [r["name"] for r in rows] == ["preln", "hc"] and float(rows[1]["val_loss"]) == round(last, 6) and rows[1]["n_layer"] == "2"
+    found = json.loads((runs / "out/hc/probe.json").read_text())["pruning"]["summary"]["pruning_most"]
+    assert float(rows[1]["pruning_most"]) == round(found, 6)
     table = tmp_path / "runs.csv"
     table.write_text(done.stdout)
     drawn = call(runs, "--figure=2", str(table), f"--out={tmp_path}/f.png")
