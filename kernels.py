@@ -37,18 +37,19 @@ branches read, overwritten by do on the way back; LOGIT (T, n) the scores of old
 R 1 / RMS of a source, LSE log-sum-exp of a mixture's scores, ORSTD 1 / RMS of the mixture, all (S, T) and float32.
 """
 
-import json
 import math
 import os
-from pathlib import Path
 from types import MethodType
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-if __name__ == "__main__" and not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
+if __name__ == "__main__":  # as a program it is its benchmark, which imports it as a module: so each operator is there but once
+    import runpy
+
+    runpy.run_path(os.path.join(os.path.dirname(__file__), "tests/bench_kernels.py"), run_name="__main__")
+    raise SystemExit
 
 try:
     import triton
@@ -69,9 +70,20 @@ def kernel(fn):
     return triton.jit(fn, do_not_specialize=[name for name in names if name.islower() and name not in fn.__annotations__])
 
 
-def operator(fn):
-    """To torch.compile, which cannot look into a launch, a function of tensors like any other."""
-    return torch.library.custom_op("residual_kernels::" + fn.__name__, fn, mutates_args=())
+def operator(shapes):
+    """To torch.compile, which cannot look into a launch, a function of tensors like any other; `shapes` makes what it returns, empty."""
+
+    def decorate(fn):
+        op = torch.library.custom_op("residual_kernels::" + fn.__name__, fn, mutates_args=())
+        op.register_fake(shapes)
+        return op
+
+    return decorate
+
+
+def dot_type(x):
+    """What matrices are multiplied in. The interpreter cannot multiply bf16."""
+    return tl.bfloat16 if x.dtype == torch.bfloat16 and not INTERPRETED else tl.float32
 
 
 def usable(x):
@@ -291,13 +303,9 @@ def group_pull(DO, Q, LOGIT, LSE, DS, DV, T, e0, e1, m0, m1, b, M, width, more,
 # Depth mixing: the bank
 
 
-def next_power_of_2(n):
-    return 1 << (n - 1).bit_length()
-
-
 def row(D, warps=1):
     """Constants of a row kernel: the whole row in registers, 32 numbers in each lane at most, fewer with more warps."""
-    BD = max(128, next_power_of_2(D))
+    BD = max(128, triton.next_power_of_2(D))
     return dict(D=D, BD=BD, NS=3, num_warps=warps * max(1, BD // 1024), maxnreg=168)
 
 
@@ -367,22 +375,19 @@ class Arena:
         (M, D), T, new, f32 = Q.shape, len(x), x.new_empty, torch.float32
         self.M, self.T, self.D, self.key_eps, self.b, self.G = M, T, D, key_eps, b, G
         self.shared = (M - 2) // b + 1 if M > 1 else 0  # sources that more than one mixture reads
-        self.width = sum(M - 1 - e * b for e in range(self.shared))
+        width = sum(M - 1 - e * b for e in range(self.shared))
+        self.at = b, M, width  # where in LOGIT a score is
         self.filled, self.group, self.next = 0, None, None
         self.V = new(M, T, D)
         self.Y = new(M, T, D) if keep and not compiled else None  # a compiler may put what it likes into the memory of a dead y
         self.Q = Q.to(x.dtype).contiguous()
-        self.LOGIT = new(T, self.width, dtype=f32)
+        self.LOGIT = new(T, width, dtype=f32)
         self.OWN, self.R, self.LSE, self.ORSTD = new(4, M, T, dtype=f32)
         self.O = self.O_LSE = None
 
-    def dims(self):
-        return self.b, self.M, self.width
-
-    def tile(self):
-        """Constants of a group kernel. The interpreter cannot multiply bf16 matrices."""
-        narrow = self.V.dtype == torch.bfloat16 and not INTERPRETED
-        return dict(D=self.D, G=16, NS=3, DT=tl.bfloat16 if narrow else tl.float32, num_warps=2, maxnreg=128)
+    def tile(self, **more):
+        """Constants of a kernel that multiplies matrices."""
+        return dict(D=self.D, NS=3, DT=dot_type(self.V), maxnreg=128, **more)
 
     def sums(self, m):
         """Whether source m is the sum of source m - 1 and what the branch gave."""
@@ -398,20 +403,18 @@ class Arena:
             self.O, self.O_LSE = self.V.new_empty(16, T, D), self.LSE.new_empty(16, T)
         if n and self.group != m0:
             grid = T, triton.cdiv(D, 128)
-            group_mix[grid](self.V, self.LOGIT, self.O, self.O_LSE, T, n, m0, m1, *self.dims(), **self.tile(), BD=128, BN=16)
+            group_mix[grid](self.V, self.LOGIT, self.O, self.O_LSE, T, n, m0, m1, *self.at, **self.tile(G=16, BD=128, BN=16, num_warps=2))
             self.group = m0
         row_mix[(T,)](
             x, self.V, y, w, self.Q, self.R, self.OWN, self.LOGIT, self.LSE, self.ORSTD,
             self.O if n else self.V, self.O_LSE if n else self.LSE,
-            T, m, m - m0, n, (m - 1) // self.b + 1, *self.dims(), eps, self.key_eps, int(self.sums(m)), int(n > 0), **row(D)
+            T, m, m - m0, n, (m - 1) // self.b + 1, *self.at, eps, self.key_eps, int(self.sums(m)), int(n > 0), **row(D)
         )  # fmt: skip
         e = m // self.b
         if m % self.b == 0 and e < self.shared:
             BM = 128 if M > 65 else 64
             grid = triton.cdiv(T, 64), triton.cdiv(M - m - 1, BM)
-            constants = self.tile() | dict(BT=64, BM=BM, BK=32, num_warps=4)
-            del constants["G"]
-            source_logits[grid](self.V, self.Q, self.R, self.LOGIT, T, m, e, *self.dims(), **constants)
+            source_logits[grid](self.V, self.Q, self.R, self.LOGIT, T, m, e, *self.at, **self.tile(BT=64, BM=BM, BK=32, num_warps=4))
         self.filled = max(self.filled, m + 1)
         if m == M - 1:
             self.O = self.O_LSE = self.group = None
@@ -443,7 +446,7 @@ class Arena:
         row_pull[(programs,)](
             self.V, y, self.DO, dy, w, self.Q, self.R, self.OWN, self.LOGIT, self.LSE, self.ORSTD, self.DELTA, start, self.DS,
             self.KK[e // 16 if b > 1 else 0], DX, DW, DQ,
-            T, per, m, at, m - m0, min(j1, later), tiles, *self.dims(), eps, int(started), **row(D, 2)
+            T, per, m, at, m - m0, min(j1, later), tiles, *self.at, eps, int(started), **row(D, 2)
         )  # fmt: skip
         self.dQ[m] += DQ.sum(0)
         if b == 1 and m == m0:
@@ -476,11 +479,14 @@ class Arena:
     def pull(self, e0, e1, m0, m1, more):
         """DV and DS of the shared sources e0 ... e1 - 1, of the mixtures m0 ... m1 - 1."""
         T, D, at, more = self.T, self.D, e0 // 16 if self.b > 1 else 0, int(more)
-        tile, DV, KK = self.tile(), self.DV[16 * at :], self.KK[at]
-        pair_dot[(T, triton.cdiv(m1 - m0, 32))](self.V, self.DO, self.R, self.LOGIT, self.LSE, self.DELTA, self.DS, KK, T, e0, e1, m0, m1,
-                                                *self.dims(), more, **tile, BK=64, BN=32)  # fmt: skip
-        group_pull[(T, triton.cdiv(D, 128))](self.DO, self.Q, self.LOGIT, self.LSE, self.DS, DV, T, e0, e1, m0, m1,
-                                             *self.dims(), more, **tile, BD=128, BN=16)  # fmt: skip
+        which = T, e0, e1, m0, m1, *self.at, more
+        pair_dot[(T, triton.cdiv(m1 - m0, 32))](
+            self.V, self.DO, self.R, self.LOGIT, self.LSE, self.DELTA, self.DS, self.KK[at], *which,
+            **self.tile(G=16, BK=64, BN=32, num_warps=2)
+        )  # fmt: skip
+        group_pull[(T, triton.cdiv(D, 128))](
+            self.DO, self.Q, self.LOGIT, self.LSE, self.DS, self.DV[16 * at :], *which, **self.tile(G=16, BD=128, BN=16, num_warps=2)
+        )
 
     def query_gradient(self, e0, e1, m0, m1):
         """dQ_m += sum_e sum_t (ds r)_me v_e: matrix products (M, T) (T, d), one for each source."""
@@ -489,7 +495,7 @@ class Arena:
         self.dQ[m0:m1] += torch.bmm(ds, v).float().sum(0)
 
 
-@operator
+@operator(lambda *_: torch.empty((), dtype=torch.int64, device="cpu"))
 def open_bank(x: Tensor, Q: Tensor, key_eps: float, b: int, G: int, keep: bool, compiled: bool) -> Tensor:
     """An Arena, as an attribute of a tensor: so it passes through operators, and lives as long as autograd needs it."""
     handle = torch.zeros((), dtype=torch.int64)
@@ -497,30 +503,19 @@ def open_bank(x: Tensor, Q: Tensor, key_eps: float, b: int, G: int, keep: bool, 
     return handle
 
 
-@open_bank.register_fake
-def _(*_):
-    return torch.empty((), dtype=torch.int64, device="cpu")
-
-
-@operator
+@operator(lambda x, *_: torch.empty_like(x))
 def mix(x: Tensor, w: Tensor, Q: Tensor | None, handle: Tensor, m: int, eps: float) -> Tensor:
     """x_m -> y_m: the newest source goes in, the normed mixture that branch m reads comes out. The first takes Q, for its gradient."""
     return handle.arena.forward(m, x, w, eps)
 
 
-@mix.register_fake
-def _(x, *_):
-    return torch.empty_like(x)
+def gradient_shapes(dy, y, w, handle, m, eps, M):
+    return torch.empty_like(dy), torch.empty_like(w), dy.new_empty((M, dy.shape[-1]) if M else 0, dtype=torch.float32)
 
 
-@operator
+@operator(gradient_shapes)
 def mix_gradients(dy: Tensor, y: Tensor, w: Tensor, handle: Tensor, m: int, eps: float, M: int) -> tuple[Tensor, Tensor, Tensor]:
     return handle.arena.backward(m, dy.contiguous(), y, w, eps)
-
-
-@mix_gradients.register_fake
-def _(dy, y, w, handle, m, eps, M):
-    return torch.empty_like(dy), torch.empty_like(w), dy.new_empty((M, dy.shape[-1]) if M else 0, dtype=torch.float32)
 
 
 def keep_mix(ctx, inputs, output):
@@ -542,136 +537,82 @@ mix.register_autograd(mix_backward, setup_context=keep_mix)
 
 
 @kernel
-def totals(a, u: constexpr, v: constexpr):
-    """Sums of a 4 x 4 matrix, a tuple of 16 vectors: over a row's columns with (u, v) = (4, 1), over a column's rows with (1, 4)."""
-    r = ()
-    for i in tl.static_range(4):
-        r += (a[u * i] + a[u * i + v] + a[u * i + 2 * v] + a[u * i + 3 * v],)
-    return r
+def matrices(t):
+    """Where the matrices [source, destination] of the tokens t are, (4, 4, BT). A token for each lane, so that no sum needs another lane:
+    to a compiler that saw their numbers side by side, four lanes would seem better."""
+    return tl.max_contiguous(t * 16 + tl.arange(0, 4)[:, None, None] * 4 + tl.arange(0, 4)[None, :, None], (1, 1, 1))
 
 
 @kernel
-def scaled(a, r, u: constexpr):
-    """a with row i times r[i] (u = 4), or column i (u = 1)."""
-    b = ()
-    for k in tl.static_range(16):
-        b += (a[k] * r[(k // u) % 4],)
-    return b
-
-
-@kernel
-def normed(a, eps, u: constexpr, v: constexpr):
-    """a with each row or column over its sum, and the four factors."""
-    sums = totals(a, u, v)
-    r = ()
-    for i in tl.static_range(4):
-        r += (1.0 / (sums[i] + eps),)
-    return scaled(a, r, u), r
-
-
-@kernel
-def normed_backward(g, a, r, u: constexpr, v: constexpr):
-    """The gradient before a norm, of g after it; a is what the norm gave, r its factors; and what it was given, a / r."""
-    ga = ()
-    for k in tl.static_range(16):
-        ga += (g[k] * a[k],)
-    dots = totals(ga, u, v)
-    before, one_over = (), ()
-    for i in tl.static_range(4):
-        one_over += (1.0 / r[i],)
-    for k in tl.static_range(16):
-        before += ((g[k] - dots[(k // u) % 4]) * r[(k // u) % 4],)
-    return before, scaled(a, one_over, u)
-
-
-@kernel
-def load_numbers(X, t, T, n: constexpr):
-    """n numbers of each token, one of them in each vector."""
-    a = ()
-    for k in tl.static_range(n):
-        a += (tl.load(X + t * n + k, t < T, 0.0),)
-    return a
-
-
-@kernel
-def softmax_over_sources(x):
+def over_sources(x):
     """Each column, a destination, by exp(x) over its sum."""
-    e = ()
-    for k in tl.static_range(16):
-        e += (tl.exp(x[k] - tl.maximum(tl.maximum(x[k % 4], x[k % 4 + 4]), tl.maximum(x[k % 4 + 8], x[k % 4 + 12]))),)
-    return normed(e, 0.0, 1, 4)
+    e = tl.exp(x - tl.max(x, 0, keep_dims=True))
+    return e * (1.0 / tl.sum(e, 0, keep_dims=True))
+
+
+@kernel
+def normed(a, eps, axis: constexpr):
+    """a over its sums, and their reciprocals."""
+    r = 1.0 / (tl.sum(a, axis, keep_dims=True) + eps)
+    return a * r, r
+
+
+@kernel
+def normed_backward(g, a, r, axis: constexpr):
+    """The gradient before a norm, of g after it; a is what the norm gave, with the reciprocals r; and what it was given, a / r."""
+    return (g - tl.sum(g * a, axis, keep_dims=True)) * r, a * (1.0 / r)
 
 
 @kernel
 def sinkhorn_forward(X, A, T, eps, iterations, BT: constexpr):
-    """A (T, 16) doubly stochastic, of logits X [source, destination]. A token for each lane, 16 registers: no shuffles, no memory."""
-    t = tl.program_id(0) * BT + tl.arange(0, BT)
-    p, r = softmax_over_sources(load_numbers(X, t, T, 16))
-    a = ()
-    for k in tl.static_range(16):
-        a += (p[k] + eps,)
-    a, r = normed(a, eps, 4, 1)
+    """A (T, 4, 4) doubly stochastic, of logits X [source, destination]."""
+    t = tl.program_id(0) * BT + tl.arange(0, BT)[None, None, :]
+    a, r = normed(over_sources(tl.load(X + matrices(t), t < T, 0.0)) + eps, eps, 1)
     for _ in range(iterations - 1):
-        a, r = normed(a, eps, 1, 4)
-        a, r = normed(a, eps, 4, 1)
-    for k in tl.static_range(16):
-        tl.store(A + t * 16 + k, a[k], t < T)
+        a, c = normed(a, eps, 0)
+        a, r = normed(a, eps, 1)
+    tl.store(A + matrices(t), a, t < T)
 
 
 @kernel
-def sinkhorn_backward(X, G, DX, U, T, eps, iterations, BT: constexpr):
+def sinkhorn_backward(X, G, DX, R, T, eps, iterations, BT: constexpr):
     """DX of G, the gradient of A: that of the iterations as they were, not of their limit, from which 20 are still far.
 
-    They run once more; the 8 factors of each go through U (iterations, 8, T), which makes them reversible.
+    They run once more; the 8 reciprocals of each go through R (iterations, 8, T), and so it can be undone.
     """
-    t = tl.program_id(0) * BT + tl.arange(0, BT)
-    p, r = softmax_over_sources(load_numbers(X, t, T, 16))
-    a = ()
-    for k in tl.static_range(16):
-        a += (p[k] + eps,)
-    a, first = normed(a, eps, 4, 1)
+    t = tl.program_id(0) * BT + tl.arange(0, BT)[None, None, :]
+    destinations = R + tl.arange(0, 4)[None, :, None] * T + t
+    sources = R + (4 + tl.arange(0, 4)[:, None, None]) * T + t
+    p = over_sources(tl.load(X + matrices(t), t < T, 0.0))
+    a, first = normed(p + eps, eps, 1)
     for i in range(iterations - 1):
-        a, c = normed(a, eps, 1, 4)
-        a, r = normed(a, eps, 4, 1)
-        for k in tl.static_range(4):
-            tl.store(U + (8 * i + k) * T + t, c[k], t < T)
-            tl.store(U + (8 * i + 4 + k) * T + t, r[k], t < T)
-    g = load_numbers(G, t, T, 16)
+        a, r = normed(a, eps, 0)
+        tl.store(destinations + 8 * i * T, r, t < T)
+        a, r = normed(a, eps, 1)
+        tl.store(sources + 8 * i * T, r, t < T)
+    g = tl.load(G + matrices(t), t < T, 0.0)
     for back in range(iterations - 1):
-        i = iterations - 2 - back
-        c, r = (), ()
-        for k in tl.static_range(4):
-            c += (tl.load(U + (8 * i + k) * T + t, t < T, 1.0),)
-            r += (tl.load(U + (8 * i + 4 + k) * T + t, t < T, 1.0),)
-        g, a = normed_backward(g, a, r, 4, 1)
-        g, a = normed_backward(g, a, c, 1, 4)
-    g, a = normed_backward(g, a, first, 4, 1)
-    one = ()
-    for _ in tl.static_range(4):
-        one += (tl.full((BT,), 1.0, tl.float32),)
-    g, a = normed_backward(g, p, one, 1, 4)
-    for k in tl.static_range(16):
-        tl.store(DX + t * 16 + k, p[k] * g[k], t < T)
+        at = 8 * (iterations - 2 - back) * T
+        g, a = normed_backward(g, a, tl.load(sources + at, t < T, 1.0), 1)
+        g, a = normed_backward(g, a, tl.load(destinations + at, t < T, 1.0), 0)
+    g, _ = normed_backward(g, a, first, 1)
+    tl.store(DX + matrices(t), p * (g - tl.sum(g * p, 0, keep_dims=True)), t < T)
 
 
-@operator
+@operator(lambda x, *_: torch.empty_like(x))
 def sinkhorn(x: Tensor, iterations: int, eps: float) -> Tensor:
     """residuals.sinkhorn of float32 logits (..., 16), [source, destination] flattened."""
     A, T = torch.empty_like(x), x.numel() // 16
-    sinkhorn_forward[(ceil_div(T, 128),)](x, A, T, eps, iterations, BT=128, num_warps=4)
+    sinkhorn_forward[(triton.cdiv(T, 128),)](x, A, T, eps, iterations, BT=128, num_warps=4)
     return A
 
 
-@operator
+@operator(lambda x, *_: torch.empty_like(x))
 def sinkhorn_gradient(x: Tensor, g: Tensor, iterations: int, eps: float) -> Tensor:
     DX, T = torch.empty_like(x), x.numel() // 16
-    U = x.new_empty(iterations, 8, T)
-    sinkhorn_backward[(ceil_div(T, 128),)](x, g.contiguous(), DX, U, T, eps, iterations, BT=128, num_warps=4)
+    R = x.new_empty(iterations, 8, T)
+    sinkhorn_backward[(triton.cdiv(T, 128),)](x, g.contiguous(), DX, R, T, eps, iterations, BT=128, num_warps=4)
     return DX
-
-
-sinkhorn.register_fake(lambda x, *_: torch.empty_like(x))
-sinkhorn_gradient.register_fake(lambda x, *_: torch.empty_like(x))
 
 
 def keep_sinkhorn(ctx, inputs, output):
@@ -687,6 +628,21 @@ sinkhorn.register_autograd(lambda ctx, g: (sinkhorn_gradient(*ctx.saved_tensors,
 
 
 @kernel
+def load_numbers(X, t, T, n: constexpr, row: constexpr):
+    """The first n numbers in each token's row, one of them in each vector."""
+    a = ()
+    for k in tl.static_range(n):
+        a += (tl.load(X + t * row + k, t < T, 0.0),)
+    return a
+
+
+@kernel
+def store_numbers(X, a, t, T, n: constexpr):
+    for k in tl.static_range(n):
+        tl.store(X + t * n + k, a[k], t < T)
+
+
+@kernel
 def load_streams(H, t, c, T, D: constexpr):
     """The columns c of four streams of the tokens t: four (BT, BD)."""
     h = ()
@@ -696,21 +652,19 @@ def load_streams(H, t, c, T, D: constexpr):
 
 
 @kernel
-def weighted(w, h, i: constexpr, step: constexpr):
-    """w_i h_0 + w_(i + step) h_1 + ...: four vectors of a token by four of its numbers."""
-    x = w[i][:, None] * h[0]
-    for s in tl.static_range(1, 4):
-        x += w[i + step * s][:, None] * h[s]
-    return x
+def load_sources(H, F, t, c, T, D: constexpr):
+    """What the next streams are made of: four streams and the output of a branch."""
+    f = tl.load(F + t[:, None] * D + c[None, :], (t < T)[:, None] & (c < D)[None, :], 0.0)
+    return load_streams(H, t, c, T, D) + (f.to(tl.float32),)
 
 
 @kernel
-def dots(x, y, I: constexpr, J: constexpr, n: constexpr):
-    """x_i . y_j of a token, for n pairs i, j."""
-    r = ()
-    for e in tl.static_range(n):
-        r += (tl.sum(x[I[e]] * y[J[e]], 1),)
-    return r
+def weighted(w, x, i: constexpr, step: constexpr, n: constexpr):
+    """w_i x_0 + w_(i + step) x_1 + ...: n vectors of a token by n of its numbers."""
+    y = w[i][:, None] * x[0]
+    for s in tl.static_range(1, n):
+        y += w[i + step * s][:, None] * x[s]
+    return y
 
 
 @kernel
@@ -722,20 +676,12 @@ def zeros(BT: constexpr, n: constexpr):
 
 
 @kernel
-def added(x, y, n: constexpr):
-    r = ()
+def add_dots(r, x, y, I: constexpr, J: constexpr, n: constexpr):
+    """r_e + x_i . y_j of a token, for n pairs i, j."""
+    s = ()
     for e in tl.static_range(n):
-        r += (x[e] + y[e],)
-    return r
-
-
-@kernel
-def written(h, f, a, beta):
-    """The four streams sum_s a_sj h_s + beta_j f."""
-    n = ()
-    for j in tl.static_range(4):
-        n += (weighted(a, h, j, 4) + beta[j][:, None] * f,)
-    return n
+        s += (r[e] + tl.sum(x[I[e]] * y[J[e]], 1),)
+    return s
 
 
 @kernel
@@ -755,37 +701,35 @@ def read_weights(p, q, READ, routing_eps, together, D: constexpr):
 
 
 @kernel
-def connect_forward(H, F, A, BETA, W, READ, GAIN, N, X, P, Q, CROSS, RSTD, T, eps, routing_eps, together,
+def connect_forward(H, F, A, W, READ, GAIN, N, X, P, Q, CROSS, RSTD, T, eps, routing_eps, together,
                     D: constexpr, BT: constexpr, BD: constexpr, NS: constexpr, DT: constexpr):  # fmt: skip
-    """N_j = sum_s A_sj H_s + beta_j F, the streams after a branch;   P = sum_j N_j W_j and Q_j = |N_j|^2, from which the next one
+    """N_j = sum_s A_sj H_s + A_4j F, the streams after a branch;   P = sum_j N_j W_j and Q_j = |N_j|^2, from which the next one
     routes;   X = RMSNorm(sum_j alpha_j N_j) * gain, what it reads.
 
-    H, N (T, 4, d); W (4, d, 32), its first columns for alpha. The norm is known before X is: |sum_j alpha_j N_j|^2 follows from Q
-    and CROSS, the products of two streams. So N is read but once more, right after it was written, from cache.
+    H, N (T, 4, d); A (T, 5, 4), with beta in its last row; W (4, d, 32), its first columns for alpha. The norm is known before X is:
+    |sum_j alpha_j N_j|^2 follows from Q and CROSS, the products of two streams. So N is read but once more, from cache.
     """
     t = (tl.program_id(0) * BT + tl.arange(0, BT)).to(tl.int64)
     k = tl.arange(0, 32)
-    a, beta = load_numbers(A, t, T, 16), load_numbers(BETA, t, T, 4)
+    a = load_numbers(A, t, T, 20, 20)
     p = tl.zeros((BT, 32), tl.float32)
     gram = zeros(BT, 10)  # four squares, then the products 01 02 03 12 13 23
     for d0 in tl.range(0, D, BD, num_stages=NS):
         c = d0 + tl.arange(0, BD)
         inside = (t < T)[:, None] & (c < D)[None, :]
-        n = written(load_streams(H, t, c, T, D), tl.load(F + t[:, None] * D + c[None, :], inside, 0.0).to(tl.float32), a, beta)
-        rounded = ()
+        h, n = load_sources(H, F, t, c, T, D), ()
         for j in tl.static_range(4):
-            nj = n[j].to(N.dtype.element_ty)
+            nj = weighted(a, h, j, 4, 5).to(N.dtype.element_ty)
             tl.store(N + (t * 4 + j)[:, None] * D + c[None, :], nj, inside)
             w = tl.load(W + (j * D + c)[:, None] * 32 + k[None, :], (c < D)[:, None], 0.0)
             p = tl.dot(nj.to(DT), w.to(DT), p, input_precision="ieee")
-            rounded += (nj.to(tl.float32),)
-        gram = added(gram, dots(rounded, rounded, (0, 1, 2, 3, 0, 0, 0, 1, 1, 2), (0, 1, 2, 3, 1, 2, 3, 2, 3, 3), 10), 10)
+            n += (nj.to(tl.float32),)
+        gram = add_dots(gram, n, n, (0, 1, 2, 3, 0, 0, 0, 1, 1, 2), (0, 1, 2, 3, 1, 2, 3, 2, 3, 3), 10)
     first = ()
     for j in tl.static_range(4):
-        tl.store(Q + t * 4 + j, gram[j], t < T)
         first += (tl.sum(tl.where(k[None, :] == j, p, 0.0), 1),)
-    for e in tl.static_range(6):
-        tl.store(CROSS + t * 6 + e, gram[4 + e], t < T)
+    store_numbers(Q, gram, t, T, 4)
+    store_numbers(CROSS, gram[4:], t, T, 6)
     tl.store(P + t[:, None] * 32 + k[None, :], p, (t < T)[:, None])
     alpha, _, _, _ = read_weights(first, gram, READ, routing_eps, together, D)
     along = by_stream(alpha, gram)
@@ -795,7 +739,7 @@ def connect_forward(H, F, A, BETA, W, READ, GAIN, N, X, P, Q, CROSS, RSTD, T, ep
     tl.debug_barrier()  # what other lanes wrote to N
     for d0 in tl.range(0, D, BD, num_stages=NS):
         c = d0 + tl.arange(0, BD)
-        x = weighted(alpha, load_streams(N, t, c, T, D), 0, 1) * rstd[:, None] * tl.load(GAIN + c, c < D, 0.0).to(tl.float32)[None, :]
+        x = weighted(alpha, load_streams(N, t, c, T, D), 0, 1, 4) * rstd[:, None] * tl.load(GAIN + c, c < D, 0.0).to(tl.float32)[None, :]
         tl.store(X + t[:, None] * D + c[None, :], x, (t < T)[:, None] & (c < D)[None, :])
 
 
@@ -811,34 +755,31 @@ def by_stream(alpha, g):
 
 
 @kernel
-def connect_backward(H, F, A, BETA, W, READ, GAIN, P, Q, CROSS, RSTD, DN, DX, DP, DQ, DH, DF, DA, DBETA, DPALL, DREAD, DGAIN, T,
-                     routing_eps, together, D: constexpr, BT: constexpr, BD: constexpr, NS: constexpr, DT: constexpr):  # fmt: skip
+def connect_backward(H, F, A, W, READ, GAIN, P, Q, CROSS, RSTD, DN, DX, DP, DQ, DH, DF, DA, DPALL, DREAD, DGAIN, T, routing_eps,
+                     together, D: constexpr, BT: constexpr, BD: constexpr, NS: constexpr, DT: constexpr):  # fmt: skip
     """G_j = DN_j + alpha_j dx + W_j dp + 2 dq_j N_j, the gradient of stream N_j, of the next connection, of the read, and of the
-    routing;   DH_s = sum_j A_sj G_j,  DF = sum_j beta_j G_j,  DA_sj = H_s . G_j,  DBETA_j = F . G_j.
+    routing;   DH_s = sum_j A_sj G_j,  DA_sj = H_s . G_j,  and likewise DF and DA_4j.
 
     First dalpha_j = N_j . dx,   dx = rstd (gain DX - xh mean),   mean = mean(xh gain DX),   and what it adds to dp and dq. N is made
     again from H and F: nothing but the streams was kept. DPALL dp, for the gradient of W; DREAD and DGAIN sums over the program's tokens.
     """
     t = (tl.program_id(0) * BT + tl.arange(0, BT)).to(tl.int64)
     k = tl.arange(0, 32)
-    a, beta = load_numbers(A, t, T, 16), load_numbers(BETA, t, T, 4)
+    a = load_numbers(A, t, T, 20, 20)
     hx = zeros(BT, 5)  # H_s . (gain DX), F . (gain DX)
     for d0 in tl.range(0, D, BD, num_stages=NS):
         c = d0 + tl.arange(0, BD)
         inside = (t < T)[:, None] & (c < D)[None, :]
         at = t[:, None] * D + c[None, :]
         dx = tl.load(GAIN + c, c < D, 0.0).to(tl.float32)[None, :] * tl.load(DX + at, inside, 0.0).to(tl.float32)
-        h = load_streams(H, t, c, T, D) + (tl.load(F + at, inside, 0.0).to(tl.float32),)
-        hx = added(hx, dots(h, (dx,), (0, 1, 2, 3, 4), (0, 0, 0, 0, 0), 5), 5)
+        hx = add_dots(hx, load_sources(H, F, t, c, T, D), (dx,), (0, 1, 2, 3, 4), (0, 0, 0, 0, 0), 5)
 
     rstd = tl.load(RSTD + t, t < T, 0.0)
-    gram, p = load_numbers(Q, t, T, 4) + load_numbers(CROSS, t, T, 6), ()
-    for j in tl.static_range(4):
-        p += (tl.load(P + t * 32 + j, t < T, 0.0),)
+    gram, p = load_numbers(Q, t, T, 4, 4) + load_numbers(CROSS, t, T, 6, 6), load_numbers(P, t, T, 4, 32)
     alpha, u, z, r = read_weights(p, gram, READ, routing_eps, together, D)
     nx = ()
     for j in tl.static_range(4):
-        nx += (a[j] * hx[0] + a[4 + j] * hx[1] + a[8 + j] * hx[2] + a[12 + j] * hx[3] + beta[j] * hx[4],)
+        nx += (a[j] * hx[0] + a[4 + j] * hx[1] + a[8 + j] * hx[2] + a[12 + j] * hx[3] + a[16 + j] * hx[4],)
     mean = (alpha[0] * nx[0] + alpha[1] * nx[1] + alpha[2] * nx[2] + alpha[3] * nx[3]) * rstd / D
     along = by_stream(alpha, gram)
     dp = tl.load(DP + t[:, None] * 32 + k[None, :], (t < T)[:, None], 0.0)
@@ -861,14 +802,15 @@ def connect_backward(H, F, A, BETA, W, READ, GAIN, P, Q, CROSS, RSTD, DN, DX, DP
         total = (dsquare[0] + dsquare[1] + dsquare[2] + dsquare[3]) / 4
         dq += (2 * (tl.load(DQ + t * 4 + j, t < T, 0.0) + tl.where(together != 0, total, dsquare[j])),)
 
-    da, dbeta = zeros(BT, 16), zeros(BT, 4)
+    da = zeros(BT, 20)
     for d0 in tl.range(0, D, BD, num_stages=NS):
         c = d0 + tl.arange(0, BD)
         inside = (t < T)[:, None] & (c < D)[None, :]
         at = t[:, None] * D + c[None, :]
-        h, f = load_streams(H, t, c, T, D), tl.load(F + at, inside, 0.0).to(tl.float32)
-        n = written(h, f, a, beta)
-        x = weighted(alpha, n, 0, 1) * rstd[:, None]
+        h, n = load_sources(H, F, t, c, T, D), ()
+        for j in tl.static_range(4):
+            n += (weighted(a, h, j, 4, 5),)
+        x = weighted(alpha, n, 0, 1, 4) * rstd[:, None]
         dx = tl.load(DX + at, inside, 0.0).to(tl.float32)
         tl.store(DGAIN + tl.program_id(0) * D + c, tl.sum(x * dx, 0), c < D)
         dx = rstd[:, None] * (tl.load(GAIN + c, c < D, 0.0).to(tl.float32)[None, :] * dx - x * mean[:, None])
@@ -878,71 +820,56 @@ def connect_backward(H, F, A, BETA, W, READ, GAIN, P, Q, CROSS, RSTD, DN, DX, DP
             gj += alpha[j][:, None] * dx + dq[j][:, None] * n[j]
             w = tl.load(W + (j * D + c)[None, :] * 32 + k[:, None], (c < D)[None, :], 0.0)
             g += (tl.dot(dp.to(DT), w.to(DT), gj, input_precision="ieee"),)
-        tl.store(DF + at, weighted(beta, g, 0, 1), inside)
         for s in tl.static_range(4):
-            tl.store(DH + (t * 4 + s)[:, None] * D + c[None, :], weighted(a, g, 4 * s, 1), inside)
-        dots_s = ()
-        for s in tl.static_range(4):
-            dots_s += dots((h[s],), g, (0, 0, 0, 0), (0, 1, 2, 3), 4)
-        da = added(da, dots_s, 16)
-        dbeta = added(dbeta, dots((f,), g, (0, 0, 0, 0), (0, 1, 2, 3), 4), 4)
-    for e in tl.static_range(16):
-        tl.store(DA + t * 16 + e, da[e], t < T)
-    for j in tl.static_range(4):
-        tl.store(DBETA + t * 4 + j, dbeta[j], t < T)
+            tl.store(DH + (t * 4 + s)[:, None] * D + c[None, :], weighted(a, g, 4 * s, 1, 4), inside)
+        tl.store(DF + at, weighted(a, g, 16, 1, 4), inside)
+        da = add_dots(da, h, g, (0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 4, 4, 4, 4),
+                      (0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3), 20)  # fmt: skip
+    store_numbers(DA, da, t, T, 20)
 
 
-def tile(H):
-    """Constants of a connector. The interpreter cannot multiply bf16 matrices."""
-    narrow = H.dtype == torch.bfloat16 and not INTERPRETED
-    return dict(D=H.shape[-1], BT=16, BD=32, NS=2, DT=tl.bfloat16 if narrow else tl.float32, num_warps=4)
+def tile(H, warps):
+    """Constants of a connector. A lane loads 16 / warps numbers side by side. 8 are 128 bits in bf16; on the way back they would spill."""
+    return dict(D=H.shape[-1], BT=16, BD=32, NS=2, DT=dot_type(H), num_warps=warps)
 
 
-@operator
-def connect(H: Tensor, f: Tensor, A: Tensor, beta: Tensor, W: Tensor, read: Tensor, gain: Tensor, eps: float, routing_eps: float,
-            together: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    T, m, D = H.shape
-    N, X, (P, Q, CROSS) = torch.empty_like(H), H.new_empty(T, D), (H.new_empty(T, n, dtype=torch.float32) for n in (32, 4, 6))
-    RSTD = H.new_empty(T, dtype=torch.float32)
-    connect_forward[(ceil_div(T, 16),)](H, f, A, beta, W.to(H.dtype), read, gain, N, X, P, Q, CROSS, RSTD, T, eps, routing_eps,
-                                        int(together), **tile(H))  # fmt: skip
-    return N, X, P, Q, CROSS, RSTD
+def connection(H, f, *_):
+    """N, X, P, Q, CROSS, RSTD, still empty."""
+    numbers = (H.new_empty(len(H), n, dtype=torch.float32) for n in (32, 4, 6, 1))
+    return torch.empty_like(H), torch.empty_like(f), *numbers
 
 
-@connect.register_fake
-def _(H, f, A, beta, W, read, gain, *numbers):
-    T, new = H.shape[0], H.new_empty
-    return (torch.empty_like(H), torch.empty_like(f), *(new(T, n, dtype=torch.float32) for n in (32, 4, 6)), new(T, dtype=torch.float32))
+@operator(connection)
+def connect(H: Tensor, f: Tensor, A: Tensor, W: Tensor, read: Tensor, gain: Tensor, eps: float, routing_eps: float, together: bool
+            ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    T, made = len(H), connection(H, f)
+    connect_forward[(triton.cdiv(T, 16),)](H, f, A, W.to(H.dtype), read, gain, *made, T, eps, routing_eps, int(together), **tile(H, 2))
+    return made
 
 
-@operator
-def connect_gradients(H: Tensor, f: Tensor, A: Tensor, beta: Tensor, W: Tensor, read: Tensor, gain: Tensor, N: Tensor, P: Tensor, Q: Tensor,
-                      CROSS: Tensor, RSTD: Tensor, DN: Tensor, DX: Tensor, DP: Tensor, DQ: Tensor, routing_eps: float, together: bool
-                      ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    (T, m, D), programs, w = H.shape, ceil_div(H.shape[0], 16), W.to(H.dtype)
-    DH, DF, DA, DBETA, DPALL = (torch.empty_like(x) for x in (H, f, A, beta, P))
-    DREAD, DGAIN = P.new_empty(programs, 16), P.new_empty(programs, D)
-    given = [x.contiguous() for x in (DN, DX, DP, DQ)]
-    connect_backward[(programs,)](H, f, A, beta, w, read, gain, P, Q, CROSS, RSTD, *given, DH, DF, DA, DBETA, DPALL, DREAD, DGAIN, T,
-                                  routing_eps, int(together), **tile(H))  # fmt: skip
-    DW = torch.bmm(N.permute(1, 2, 0), DPALL.to(N.dtype).expand(m, T, 32)).to(W.dtype)  # (m, d, T) (m, T, 32)
-    return DH, DF, DA, DBETA, DW, DREAD.sum(0)[:10], DGAIN.sum(0).to(gain.dtype)
-
-
-@connect_gradients.register_fake
-def _(*arguments):
-    return tuple(torch.empty_like(x) for x in arguments[:7])
+@operator(lambda kept, *_: [torch.empty_like(x) for x in kept[:6]])
+def connect_gradients(kept: list[Tensor], given: list[Tensor], routing_eps: float, together: bool) -> list[Tensor]:
+    """Those of the six inputs, which are kept with N and its numbers, given those of N, X, P and Q."""
+    H, f, A, W, read, gain, N, P, *numbers = kept
+    T, programs, given = len(H), triton.cdiv(len(H), 16), [g.contiguous() for g in given]
+    DH, DF, DA, DPALL = made = [torch.empty_like(x) for x in (H, f, A, P)]
+    DREAD, DGAIN = P.new_empty(programs, 16), P.new_empty(programs, H.shape[-1])
+    connect_backward[(programs,)](
+        H, f, A, W.to(H.dtype), read, gain, P, *numbers, *given, *made, DREAD, DGAIN, T, routing_eps, int(together), **tile(H, 4)
+    )
+    DW = torch.bmm(N.permute(1, 2, 0), DPALL.to(N.dtype).expand(4, T, 32)).to(W.dtype)  # (4, d, T) (4, T, 32)
+    return [DH, DF, DA, DW, DREAD.sum(0)[:10], DGAIN.sum(0).to(gain.dtype)]
 
 
 def keep_connect(ctx, inputs, output):
     N, X, *numbers = output
-    ctx.save_for_backward(*inputs[:7], N, *numbers)
-    ctx.numbers = inputs[8:]
+    ctx.save_for_backward(*inputs[:6], N, *numbers)
+    ctx.numbers = inputs[7:]
     ctx.mark_non_differentiable(*numbers[2:])
 
 
-def connect_backwards(ctx, dN, dX, dP, dQ, *_):
-    return *connect_gradients(*ctx.saved_tensors, dN, dX, dP, dQ, *ctx.numbers), None, None, None
+def connect_backwards(ctx, *given):
+    return *connect_gradients(ctx.saved_tensors, given[:4], *ctx.numbers), None, None, None
 
 
 connect.register_autograd(connect_backwards, setup_context=keep_connect)
@@ -957,8 +884,8 @@ class Streams:
     W (4, d, n), n <= 32; P (B, T, n) = sum_j H'_j W_j; q (B, T, 4) the squares of the streams; read (10,) as in read_weights.
     """
 
-    def __init__(self, H, y=None, A=None, beta=None):
-        self.H, self.y, self.A, self.beta = H, y, A, beta
+    def __init__(self, H, y=None, A=None):
+        self.H, self.y, self.A = H, y, A  # A (..., 5, 4), with beta in its last row
 
     @classmethod
     def enter(cls, x):
@@ -966,24 +893,22 @@ class Streams:
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         H = x.new_zeros(*x.shape[:-1], 4, x.shape[-1])
-        return cls(H, x, H.new_zeros(4, 4, dtype=torch.float32), H.new_ones(4, dtype=torch.float32))
+        return cls(H).then(x, H.new_zeros(4, 4), H.new_ones(4))
 
     def connect(self, W, read, gain, eps, routing_eps, together):
         *shape, m, D = self.H.shape
         T, n = math.prod(shape), W.shape[-1]
-        A = self.A.float().expand(*shape, m, m).reshape(T, 16).contiguous()
-        beta = self.beta.float().expand(*shape, m).reshape(T, m).contiguous()
-        y = self.y.to(self.H.dtype).reshape(T, D).contiguous()
-        N, x, P, q, _, _ = connect(self.H.reshape(T, m, D), y, A, beta, pad(W, (0, 32 - n)), read.float(), gain, eps, routing_eps, together)
+        H, y, A = self.H.reshape(T, m, D), self.y.to(self.H.dtype).reshape(T, D).contiguous(), self.A.expand(*shape, 5, 4).reshape(T, 20)
+        N, x, P, q, _, _ = connect(H, y, A.contiguous(), pad(W, (0, 32 - n)), read.float(), gain, eps, routing_eps, together)
         return Streams(N.view(*shape, m, D)), x.view(*shape, D), P[:, :n].view(*shape, n), q.view(*shape, m)
 
     def then(self, y, A, beta):
-        return Streams(self.H, y, A, beta)
+        return Streams(self.H, y, torch.cat([A, beta.unsqueeze(-2)], -2).float())
 
     def finish(self):
         """The streams after the last branch, (B, T, 4, d), for the head."""
-        A, beta = self.A.to(self.H.dtype), self.beta.to(self.H.dtype)
-        return torch.einsum("...sd,...sj->...jd", self.H, A) + beta.unsqueeze(-1) * self.y.unsqueeze(-2)
+        A = self.A.to(self.H.dtype)
+        return torch.einsum("...sd,...sj->...jd", self.H, A[..., :4, :]) + A[..., 4, :, None] * self.y.unsqueeze(-2)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1004,8 +929,8 @@ def accelerate(model, kernels="auto"):
         return None
     if not names & {"FullAttnRes", "HC"} or ("HC" in names and connections[0].m != 4):
         return None
-    if triton is None or int(triton.__version__.split(".")[0]) < 3:
-        return "kernels: no Triton 3 here, so depth mixing and hyper-connections run as written in residuals.py"
+    if triton is None or [int(n) for n in triton.__version__.split(".")[:2]] < [3, 4]:
+        return "kernels: no Triton of 3.4 or later here, so depth mixing and hyper-connections run as written in residuals.py"
     if device.type != "cuda" and not INTERPRETED:
         return f"kernels: Triton does not run on {device.type}, so the connections run as written in residuals.py"
     enter, forward, head = (mix_enter, mix_forward, mix_head) if "FullAttnRes" in names else (stream_enter, stream_forward, stream_head)
@@ -1079,173 +1004,3 @@ def constrain(self, logits):
     if not usable(logits.detach()):
         return type(self).constrain(self, logits)
     return sinkhorn(logits.float().contiguous(), self.iterations, 1e-6).unflatten(-1, (4, 4))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Bytes
-
-SCALAR_BYTES = 40  # of scores and statistics for each pair of source and mixture, forward and backward, at most
-
-
-def depth_mixing_traffic(L, b=1, G=None):
-    """Arrays of (T, d) that the kernels read and write, (forward, backward): test_kernels.py counts the same in the interpreter."""
-    M = 2 * L + 1
-    G = G or (8 if M <= 65 else 16)
-    forward, backward = 0, query_gradient_reads(L, b, G)
-    for m in range(M):
-        m0, m1, n = group_of(m, M, b, G)
-        adds = m > 0 and (m - 1) % b != 0
-        forward += n + m1 - m0 if n and m == m0 else 0  # group_mix
-        forward += 3 + adds + (n > 0) + (m - 1) // b + 1 - n  # row_mix: x, V[m], y; V[m - 1]; the partial mixture; other sources
-        forward += ceil_div(M - m - 1, 128 if M > 65 else 64) if m % b == 0 else 0  # source_logits
-        backward += 5 + (m1 < M if b == 1 else m + 1 < M)  # row_pull: y, dy, do, v, dx; START
-        if b == 1:
-            backward += m1 - 1 - m  # do of the group
-            rows, mixes, more = m1 - m0, M - m1 if m == m1 - 1 else 0, False
-        else:
-            rows, mixes, more = m // b + 1, min(m + b, M) - m if m and not adds else 0, m + b < M
-        for e in range(0, rows if mixes else 0, 16):  # pair_dot, group_pull
-            k = min(16, rows - e)
-            backward += 2 * mixes + k * ceil_div(mixes, 32) + k * (1 + more)
-    return forward, backward
-
-
-def query_gradient_reads(L, b=1, G=None):
-    """Those among them that are left to matrix products: the sources, once, and in Block AttnRes the shared ones for each block."""
-    M = 2 * L + 1
-    return M if b == 1 else sum(m // b + 1 for m in range(1, M, b))
-
-
-def depth_mixing_bytes(L, d, b=1, T=16384):
-    """Bytes of a token, forward and backward, in bf16; T tokens share the sums of the row kernels, two for each mixture."""
-    scores = sum((m - 1) // b + 2 for m in range(2 * L + 1))
-    sums = (2 * L + 1) * 2 * 2 * 4 * d * PROGRAMS / T
-    return sum(depth_mixing_traffic(L, b)) * 2 * d + SCALAR_BYTES * scores + sums
-
-
-# Arrays of (T, d) that one connection of four streams moves between memory and chip, (forward, backward): H, f in, N, x out; H, f, DN,
-# DX in, DH, DF out, and N once more for the gradient of W. The second pass of a program over its 16 tokens, 4 and 6 arrays, is from cache.
-CONNECTOR_TRAFFIC = 10, 19
-
-
-def hyper_connection_bytes(L, d):
-    """Bytes of a token, forward and backward, in bf16, with the sums of DGAIN; without those of the routing's 24 numbers."""
-    return 2 * L * (sum(CONNECTOR_TRAFFIC) * 2 * d + 2 * 4 * d / 16)
-
-
-def ceil_div(a, b):
-    return -(-a // b)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# python kernels.py
-
-SHAPES = (16, 1216), (32, 896), (70, 640)
-RULES = {"fullattnres": 1, "blockattnres": 8, "mhc": None, "hc": None}
-
-
-def least_bytes(rule, L, d):
-    """What the kernels of a rule move, of a token, forward and backward."""
-    if "attnres" not in rule:
-        return hyper_connection_bytes(L, d)
-    return depth_mixing_bytes(L, d, 1 if rule == "fullattnres" else ceil_div(2 * L, RULES[rule]))
-
-
-def byte_table():
-    rows = ["MB of a token, forward and backward, in bf16", f"{'rule':14}" + "".join(f"{f'L={L} d={d}':>15}" for L, d in SHAPES)]
-    for rule in RULES:
-        rows.append(f"{rule:14}" + "".join(f"{least_bytes(rule, L, d) / 1e6:15.2f}" for L, d in SHAPES))
-    return "\n".join(rows)
-
-
-def check(rule, dtype, device, n_layer=3, d_model=64, T=6):
-    """Relative errors of a model's logits and of its gradients against the model as written, in float64."""
-    from configs import ModelConfig
-    from model import Transformer
-
-    torch.manual_seed(0)
-    exact = Transformer(ModelConfig(residual=rule, n_layer=n_layer, d_model=d_model, n_head=2, vocab_size=32, seq_len=T))
-    with torch.no_grad():
-        for p in exact.parameters():
-            p.mul_(0.5).add_(0.3 * torch.randn_like(p))
-    fast = Transformer(ModelConfig(residual=rule, n_layer=n_layer, d_model=d_model, n_head=2, vocab_size=32, seq_len=T))
-    fast.load_state_dict(exact.state_dict())
-    exact, fast, tokens = exact.to(device).double(), fast.to(device), torch.arange(2 * T, device=device).view(2, T)
-    problem = accelerate(fast, "triton")
-    if problem:
-        raise RuntimeError(problem)
-    y = exact(tokens)
-    with torch.autocast(device, torch.bfloat16, enabled=dtype == torch.bfloat16):
-        z = fast(tokens)
-    g = torch.randn_like(y)
-    y.backward(g)
-    z.backward(g.to(z.dtype))
-    a, b = (torch.cat([p.grad.double().flatten() for p in m.parameters() if p.grad is not None]) for m in (fast, exact))
-    return ((z.double() - y).norm() / y.norm()).item(), ((a - b).norm() / b.norm()).item()
-
-
-def connections_alone(rule, L, d, T, fast):
-    """Forward and backward of a rule's 2 L connections around branches that do nothing, as a function to be timed."""
-    from configs import ModelConfig
-    from model import Transformer
-
-    with torch.device("cuda"):
-        model = Transformer(ModelConfig(residual=rule, n_layer=L, d_model=d, n_head=d // 32, ff_ratio=0.01, vocab_size=8))
-        x = torch.randn(1, T, d, dtype=torch.bfloat16, requires_grad=True)
-    if fast:
-        accelerate(model)
-
-    def step():
-        with torch.autocast("cuda", torch.bfloat16):
-            h = model.enter(x)
-            for residual, _ in model.branches():
-                h = residual(h, torch.clone)
-            model.reader(h).float().sum().backward()
-
-    return step
-
-
-def benchmark():
-    """Prints a line for each measurement, and returns them. Shares are of the copy rate measured in the same run."""
-    time = lambda f: triton.testing.do_bench(f, warmup=50, rep=300, return_mode="median")  # ms
-    a = torch.empty(1 << 30, dtype=torch.int8, device="cuda")
-    x = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda")
-    copy, matmul = 2 * a.nbytes / time(a.clone) * 1e-6, 2 * 8192**3 / time(lambda: x @ x) * 1e-9
-    print(f"copy {copy:.0f} GB/s, bf16 matmul {matmul:.0f} TFLOP/s")
-    rows = [{"copy_GBs": copy, "matmul_TFLOPs": matmul}]
-    for L, d in SHAPES:
-        for rule in RULES:
-            T = 8192
-            ms = time(connections_alone(rule, L, d, T, fast=True))
-            share = least_bytes(rule, L, d) * T / ms * 1e-6 / copy
-            T_reference = 1024  # as written, the list of sources and its gradients would not fit with more
-            reference = time(connections_alone(rule, L, d, T_reference, fast=False)) * T / T_reference
-            row = {"rule": rule, "L": L, "d": d, "us_per_token": ms / T * 1e3, "share_of_copy": share, "reference_over_it": reference / ms}
-            rows.append(row)
-            print(" ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in rows[-1].items()), flush=True)
-    return rows
-
-
-def main():
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    name = torch.cuda.get_device_name().replace(" ", "-") if device == "cuda" else "cpu"
-    print(byte_table())
-    results = {"device": name, "torch": torch.__version__, "triton": triton.__version__, "MB_per_token": {}, "errors": {}}
-    for rule in RULES:
-        results["MB_per_token"][rule] = {f"{L}x{d}": least_bytes(rule, L, d) / 1e6 for L, d in SHAPES}
-        for dtype in torch.float32, torch.bfloat16:
-            checked = rule if rule != "blockattnres" else "blockattnres:n_blocks=3"  # of the six branches of the check
-            results["errors"][f"{rule} {str(dtype)[6:]}"] = errors = check(checked, dtype, device)
-            print(f"{rule:14} {str(dtype)[6:]:9} error of the logits {errors[0]:.1e}, of the gradients {errors[1]:.1e}", flush=True)
-    if device == "cuda":
-        results["benchmark"] = benchmark()
-    else:
-        print("no GPU here: the kernels ran in Triton's interpreter, and nothing was timed")
-    path = Path("results") / f"kernels_{name}.json"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(results, indent=1) + "\n")
-    print(f"written to {path}")
-
-
-if __name__ == "__main__":
-    main()

@@ -85,8 +85,8 @@ def build(fn, types, attrs, constants, options, arch):
         registers=registers, spills=stack, shared=max(shared, binary.metadata.shared), warps=options["num_warps"],
         wide_loads=len(re.findall(r"LDG\.E\.128|LDGSTS\.E\.(?:BYPASS\.)?(?:LTC128B\.)?128", sass)),
         loads=len(re.findall(r"\bLDG\.|\bLDGSTS\.", sass)), local=count("LDL", "STL") + len(re.findall(r"\b(?:LDL|STL)\.", sass)),
-        barriers=len(re.findall(r"\bBAR\.", sass)), tensor_cores=len(re.findall(r"\bHMMA|\bHGMMA", sass)),
-        instructions=len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", sass, re.M)),
+        barriers=len(re.findall(r"\bBAR\.", sass)), shuffles=len(re.findall(r"\bSHFL\.", sass)),
+        tensor_cores=len(re.findall(r"\bHMMA|\bHGMMA", sass)), instructions=len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", sass, re.M)),
     )  # fmt: skip
 
 

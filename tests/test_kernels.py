@@ -11,7 +11,9 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import bench_kernels
 import numpy as np
 import pytest
 import torch
@@ -381,6 +383,15 @@ def test_rules_without_kernels_are_left_alone(residual):
     assert "forward" not in vars(model.blocks[0].attn_residual)
 
 
+@pytest.mark.parametrize("version,served", [("2.3.1", False), ("3.3.1", False), ("3.4.0", True), ("3.10.0+git", True)])
+def test_an_older_triton_than_the_kernels_compile_with_is_named(version, served, monkeypatch):
+    model = Transformer(ModelConfig(residual="hc", n_layer=1, d_model=32, n_head=2, vocab_size=17))
+    monkeypatch.setattr(kernels.triton, "__version__", version)
+    problem = kernels.accelerate(model, "triton")
+    assert isinstance(model.enter.__self__, Transformer) == served
+    assert problem is None if served else "no Triton of 3.4 or later" in problem
+
+
 @pytest.mark.parametrize("residual", ["fullattnres", "hc", "mhc:iterations=2"])
 def test_a_compiled_model_sees_operators_and_gives_the_same(residual):
     _, model = models(residual, n_layer=1)
@@ -471,21 +482,21 @@ def moved(traffic, T, D, L, b, G):
 @pytest.mark.parametrize("L,b,G", [(4, 1, 2), (7, 1, 8), (8, 1, 16), (7, 5, None), (17, 17, None), (5, 1, 1)])
 def test_the_kernels_move_the_arrays_that_the_table_counts(traffic, L, b, G):
     forward, backward = moved(traffic, 3, 40, L, b, G)
-    by_matrix_products = kernels.query_gradient_reads(L, b, G)
-    assert (forward, backward + by_matrix_products) == pytest.approx(kernels.depth_mixing_traffic(L, b, G), abs=1e-9)
+    by_matrix_products = bench_kernels.query_gradient_reads(L, b)
+    assert (forward, backward + by_matrix_products) == pytest.approx(bench_kernels.depth_mixing_traffic(L, b, G), abs=1e-9)
 
 
 @pytest.mark.parametrize("L,d,full,block", [(16, 1216, 2.2, 1.5), (32, 896, 3.9, 1.9), (70, 640, 8.1, 2.7)])
 def test_a_whole_stack_moves_at_most_a_tenth_more_than_the_least(L, d, full, block):
     """The least: the best size of groups for the forward and for the backward pass, with 40 bytes of scalars for each score."""
-    assert kernels.depth_mixing_bytes(L, d) / 1e6 < 1.1 * full
-    assert kernels.depth_mixing_bytes(L, d, b=math.ceil(2 * L / 8)) / 1e6 < 1.1 * block
+    assert bench_kernels.depth_mixing_bytes(L, d) / 1e6 < 1.1 * full
+    assert bench_kernels.depth_mixing_bytes(L, d, b=math.ceil(2 * L / 8)) / 1e6 < 1.1 * block
 
 
 def test_the_scalars_are_no_more_than_the_table_says(traffic):
     L = 10
     moved(traffic, 4, 8, L, 1, 8)
-    assert 0.5 * kernels.SCALAR_BYTES * L * (2 * L + 3) < traffic["scalars"] <= kernels.SCALAR_BYTES * L * (2 * L + 3)
+    assert 0.5 * bench_kernels.SCALAR_BYTES * L * (2 * L + 3) < traffic["scalars"] <= bench_kernels.SCALAR_BYTES * L * (2 * L + 3)
 
 
 def test_a_row_kernel_moves_its_sources_once_and_little_else(traffic):
@@ -517,14 +528,14 @@ def test_a_connection_moves_the_arrays_that_the_table_counts(traffic):
         totals.append([(b[kind] - a[kind]) / 2 for kind in ("memory", "vectors") for a, b in ((before, forward), (forward, traffic))])
     by_matrix_products = 4
     forward, backward, accesses_forward, accesses_backward = (b - a for a, b in zip(*totals))
-    assert (forward, backward + by_matrix_products) == pytest.approx(kernels.CONNECTOR_TRAFFIC)
+    assert (forward, backward + by_matrix_products) == pytest.approx(bench_kernels.CONNECTOR_TRAFFIC)
     assert (accesses_forward, accesses_backward) == pytest.approx((14, 21)), "a second pass reads what the first one did, no more"
 
 
 @pytest.mark.parametrize("L,d,most", [(16, 1216, 2.0), (32, 896, 2.9), (70, 640, 4.5)])
 def test_hyper_connections_move_at_most_a_sixth_more_than_the_least(L, d, most):
     """The least, 10 + 15 arrays for each connection, leaves out the gradient of the routing matrix, which needs the streams once more."""
-    assert kernels.hyper_connection_bytes(L, d) / 1e6 < 7 / 6 * most
+    assert bench_kernels.hyper_connection_bytes(L, d) / 1e6 < 7 / 6 * most
 
 
 class Silent:
@@ -589,9 +600,15 @@ def test_kernels_compile_for_a100_without_spills_and_within_their_registers(comp
 
 
 def test_kernels_read_rows_in_pieces_of_128_bits(compiled):
-    """But for the connectors, which take 64, and Sinkhorn, which has no rows."""
+    """But for Sinkhorn, which has no rows, and the connectors on the way back, which take 64 bits: with more they spill."""
     for k in compiled:
-        assert k["wide_loads"] >= 10 or k["kernel"].startswith(("sinkhorn", "connect")), k
+        assert k["wide_loads"] >= 10 or k["kernel"].startswith("sinkhorn") or k["kernel"] == "connect_backward", k
+
+
+def test_sinkhorn_keeps_a_matrix_in_one_lane(compiled):
+    for k in compiled:
+        if k["kernel"].startswith("sinkhorn"):
+            assert k["shuffles"] == k["barriers"] == k["shared"] == 0 and k["registers"] <= 96, k
 
 
 def test_there_are_at_most_ten_compilations_for_each_width(compiled):
@@ -606,6 +623,94 @@ def test_importing_touches_no_driver():
 
 def test_where_triton_is_missing_the_import_works_and_nothing_is_usable():
     run(["-c", "import sys; sys.modules['triton'] = None; import kernels, torch; assert not kernels.usable(torch.zeros(1, 8))"])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The kernels of others, by stand-ins that have their signatures: what they are given makes the function that ours compute
+
+
+def fused_attnres(query, residuals, rms_weight, output_rms_weight=None, rms_eps=1e-6, scale=1.0, return_weights=False, checkpoint_level=1):
+    keys = torch.stack([rms_norm(v, v.shape[-1:], rms_weight, rms_eps) for v in residuals], -2)
+    mixture = ((scale * keys @ query).softmax(-1).unsqueeze(-2) @ torch.stack(list(residuals), -2)).squeeze(-2)
+    return rms_norm(mixture, mixture.shape[-1:], output_rms_weight, rms_eps)
+
+
+class BlockAttentionResiduals:
+    @staticmethod
+    def apply(inputs, pseudo_queries, layers, BLOCK_SIZE, eps, *flat_layer_params):
+        assert [id(p) for p in flat_layer_params] == [id(p) for layer in layers for p in layer.parameters()]
+        mix = lambda v, q: residuals.depth_mix([(x, residuals.rstd(x, eps)) for x in v], q.float())  # noqa: E731
+        v = [inputs]
+        for k, layer in enumerate(layers):
+            y = layer(mix(v, pseudo_queries[k]))
+            v = v + [y] if k % BLOCK_SIZE == 0 else v[:-1] + [v[-1] + y]
+        return mix(v, pseudo_queries[-1])
+
+
+class LigerMHC(torch.nn.Module):
+    def __init__(self, layer, *, hc, c, tmax=20, rms_eps=1e-6, pre_eps=0.0, sinkhorn_eps=1e-6, post_mult=2.0, phi_dtype=torch.float16):
+        super().__init__()
+        self.layer, self.tmax, self.eps = layer, tmax, rms_eps
+        self.phi = torch.nn.Parameter(torch.zeros(hc * c, hc * hc + 2 * hc, dtype=phi_dtype))
+        self.b = torch.nn.Parameter(torch.zeros(hc * hc + 2 * hc))
+        self.alpha_pre, self.alpha_post, self.alpha_res = (torch.nn.Parameter(torch.ones(())) for _ in range(3))
+
+    def forward(self, x):
+        mix = rms_norm(x.flatten(-2).float(), (x[0, 0].numel(),), None, self.eps) @ self.phi.float()
+        pre, post, res = ((z + a) for z, a in zip((mix * self.scales()).split((4, 4, 16), -1), self.b.split((4, 4, 16))))
+        A = residuals.sinkhorn(res.unflatten(-1, (4, 4)).movedim((-1, -2), (0, 1)), self.tmax).movedim((0, 1), (-1, -2))
+        y = self.layer((pre.sigmoid().unsqueeze(-2) @ x.float()).squeeze(-2).to(x.dtype))
+        return (A @ x.float() + 2 * post.sigmoid().unsqueeze(-1) * y.unsqueeze(-2)).to(x.dtype)
+
+    def scales(self):
+        return torch.cat([a.expand(n) for a, n in ((self.alpha_pre, 4), (self.alpha_post, 4), (self.alpha_res, 16))])
+
+
+MODULES = {
+    "fla.ops.attnres": SimpleNamespace(fused_attnres=fused_attnres),
+    "flash_attn_res.experimental.autograd": SimpleNamespace(BlockAttentionResiduals=BlockAttentionResiduals),
+    "liger_kernel.transformers.mhc": SimpleNamespace(LigerMHC=LigerMHC),
+}
+SERVED = [(peer, rule) for peer, (rules, *_) in bench_kernels.PEERS.items() for rule in rules]
+
+
+def stand_ins(monkeypatch, modules):
+    for name, module in modules.items():
+        for parent in "fla", "fla.ops", "flash_attn_res", "flash_attn_res.experimental", "liger_kernel", "liger_kernel.transformers":
+            monkeypatch.setitem(sys.modules, parent, SimpleNamespace())
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+@pytest.mark.parametrize("peer,rule", SERVED)
+def test_the_kernels_of_others_are_given_the_same_work(peer, rule, monkeypatch):
+    stand_ins(monkeypatch, MODULES)
+    torch.manual_seed(0)
+    model = bench_kernels.stack(rule if rule != "blockattnres" else "blockattnres:n_blocks=3", 3, 64, "cpu")
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if name.endswith(("norm.weight", "bias")):  # so that streams part, and it matters which goes where
+                p.normal_(std=2)
+    x, results = torch.randn(1, 3, 64).bfloat16(), []
+    for form, dtype in (bench_kernels.ours, F32), (peer, BF16):  # in this order: peers round the norms
+        leaf = x.to(dtype).requires_grad_()
+        y = form(model)(leaf)
+        y.sum().backward()
+        results.append((y.detach().double(), leaf.grad.double()))
+    (y, dx), (z, dz) = results
+    assert z.dtype == y.dtype and error(z, y) < 2e-2 and error(dz, dx) < 4e-2
+
+
+@pytest.mark.parametrize("peer,rule", SERVED)
+def test_where_others_are_not_installed_or_fail_the_benchmark_says_so(peer, rule, monkeypatch):
+    stand_ins(monkeypatch, dict.fromkeys(MODULES))
+    assert bench_kernels.beside(peer, rule, 1, 32, 2, False, "cpu") == "not installed"
+
+    def fails(*_, **__):
+        raise ValueError("no such number of sources\nand more")
+
+    theirs = SimpleNamespace(fused_attnres=fails, LigerMHC=fails, BlockAttentionResiduals=SimpleNamespace(apply=fails))
+    stand_ins(monkeypatch, dict.fromkeys(MODULES, theirs))
+    assert bench_kernels.beside(peer, rule, 1, 32, 2, True, "cpu") == "failed: ValueError: no such number of sources"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
