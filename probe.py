@@ -25,6 +25,7 @@ import csv
 import hashlib
 import json
 import math
+import re
 import statistics
 import sys
 import time
@@ -813,9 +814,10 @@ def style(residual):
 
 
 def order(residual):
-    """Rules come in the order of RULES."""
+    """Rules come in the order of RULES, their options by name and by number."""
     key = residual.split(":")[0]
-    return list(RULES).index(key) if key in RULES else len(RULES), residual
+    place = list(RULES).index(key) if key in RULES else len(RULES)
+    return place, [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", residual)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

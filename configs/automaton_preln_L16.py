@@ -5,5 +5,5 @@ from configs import TrainConfig
 d = 24
 config = TrainConfig(
     residual="preln", n_layer=16, d_model=d, n_head=4, vocab_size=257, seq_len=64, init_std=0.02 * (1024 / d) ** 0.5, data="automaton",
-    max_steps=3000, batch_size=16, micro_batch_size=16, lr=4e-3, eval_every=100_000, eval_batches=249, save_every=1000, log_every=100,
+    max_steps=3000, batch_size=16, micro_batch_size=16, lr=8e-3, eval_every=100_000, eval_batches=249, save_every=1000, log_every=100,
 )

@@ -282,6 +282,12 @@ def test_probes_of_several_runs_in_one_figure(runs, monkeypatch):
     assert texts == ["share: n/a"]
 
 
+def test_rules_come_in_the_order_of_the_table_and_options_by_number():
+    rules = ["hc:m=2", "blockattnres:n_blocks=16", "blockattnres:n_blocks=4", "own", "blockattnres", "preln", "hc"]
+    expected = ["preln", "hc", "hc:m=2", "blockattnres", "blockattnres:n_blocks=4", "blockattnres:n_blocks=16", "own"]
+    assert sorted(rules, key=probe.order) == expected
+
+
 def test_every_rule_has_its_own_colour_and_marker():
     looks = [(probe.style(rule)["color"], probe.style(rule)["marker"]) for rule in RULES]
     assert len({colour for colour, _ in looks}) == len({marker for _, marker in looks}) == len(RULES)
