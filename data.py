@@ -567,7 +567,7 @@ def english():
 def automaton(train=100_000, val=4_000, cells=31, states=5, rounds=6):
     """A task that needs depth, as bytes -> folder. A document is a digit k and `cells` pairs of a state and what it is after k rounds of
 
-        y_t <- F(y_{t-1}, y_t),   y_0 = 0,   F(y, .) a fixed permutation for each y
+        y_t <- F(y_{t-1}, y_t),   for all t at once,   y_0 = 0,   F(y, .) a fixed permutation for each y
 
     With its end it has 2 + 2 cells tokens: windows of that seq_len are whole documents. k and the first states cannot be known
     beforehand, so the least loss is (cells ln states + ln rounds) / (2 + 2 cells) = 0.8076 nats per token.

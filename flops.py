@@ -345,6 +345,7 @@ def split_residual(residual):
     known = COSTS[rule].options
     options = {key: default[0] if isinstance(default, tuple) else default for key, default in known.items()}
     for key, _, text in (option.partition("=") for option in given):
+        require(residual.count(f":{key}=") < 2, f"{rule}:{key} is given twice in {residual}")
         if key not in known:
             has = f"it knows {', '.join(known)}" if known else "it has none"
             raise Mistake(f"flops.py does not know what option {key!r} of {rule} costs{suggest(key, known)} ({has})")

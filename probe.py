@@ -688,7 +688,10 @@ class Layers(Probe):
 
 
 class Rounds(Probe):
-    """The share of answers of --data=automaton that are right, for each number k of rounds that a document asks for."""
+    """The share of answers of --data=automaton that are right, for each number k of rounds that a document asks for.
+
+    Six numbers want more documents than most probes do windows: --windows=1000.
+    """
 
     @classmethod
     def measure(cls, subject, out):
@@ -701,16 +704,23 @@ class Rounds(Probe):
         """A window is a document: k, then pairs of a state, where the answer is predicted, and the answer."""
         right = (model(tokens).argmax(-1) == targets)[:, 1:-1:2].double().mean(-1)
         asked = (tokens[:, :1] == ord("1") + torch.arange(6, device=tokens.device)).double()  # (B, 6)
-        require(bool(asked.any(-1).all()), f"a window of {tokens.shape[1]} tokens is not a document of the automaton; --length=64 is")
+        inside = tokens[:, 1:-1]
+        whole = asked.any(-1) & ((inside >= ord("a")) & (inside <= ord("z"))).all(-1)
+        require(bool(whole.all()), f"a window of {tokens.shape[1]} tokens is not one document of the automaton; --length=64 is")
         return {"right": (asked * right[:, None]).mean(0), "asked": asked.mean(0)}
 
     @staticmethod
-    def summary(out):
-        return {f"rounds_{k}": value for k, value in enumerate(out["right"] / out["asked"], 1)}
+    def shares(out):
+        """NaN for a k that no window asks for."""
+        return np.divide(out["right"], out["asked"], out=np.full(6, np.nan), where=out["asked"] > 0)
 
-    @staticmethod
-    def draw(axes, out):
-        axes[0].bar(np.arange(1, 7), out["right"] / out["asked"], color="tab:blue")
+    @classmethod
+    def summary(cls, out):
+        return {f"rounds_{k}": share for k, share in enumerate(cls.shares(out), 1)}
+
+    @classmethod
+    def draw(cls, axes, out):
+        axes[0].bar(np.arange(1, 7), cls.shares(out), color="tab:blue")
         axes[0].axhline(0.2, color="black", linestyle="--", linewidth=0.8)  # chance
         axes[0].set(xlabel="rounds k", ylabel="share of right answers (dashed: chance)", ylim=(0, 1))
 
@@ -987,9 +997,13 @@ def read_runs(paths):
 def read_csv(path):
     try:
         with open(path, newline="") as file:
-            return [checked(row, f"{path}, line {n}") for n, row in enumerate(csv.DictReader(file), 2)]
+            rows = [checked(row, f"{path}, line {n}") for n, row in enumerate(csv.DictReader(file), 2)]
     except OSError as error:
         raise Mistake(f"{path}: {error.strerror}") from None
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise Mistake(f"{path}: not a table of `python probe.py --csv` ({error})") from None
+    require(rows, f"{path} has no runs; `python probe.py --csv out/study_*` prints a table of some")
+    return rows
 
 
 def checked(row, where):
@@ -1131,12 +1145,16 @@ def missing(rows):
     bases = {base_of(row) for row in rows}
     families = sorted({base.split("_")[0] for base in bases if Path("configs", f"{base}.py").exists()})
     seeds = sorted({row["seed"] for row in rows})
-    there = {(row["residual"], row["n_layer"], row["d_model"], row["seed"]) for row in rows}
+    there = {(row["residual"], row["n_layer"], row["d_model"]): {} for row in rows}
+    for row in rows:
+        there[row["residual"], row["n_layer"], row["d_model"]][row["seed"]] = row["lr"]
     for path in (path for family in families for path in sorted(Path("configs").glob(f"{family}_*.py"))):
         cfg = configs.load(path)
-        lack = [seed for seed in seeds if (cfg.residual, cfg.n_layer, cfg.d_model, seed) not in there]
+        found = there.get((cfg.residual, cfg.n_layer, cfg.d_model), {})
+        lack = [seed for seed in seeds if seed not in found]
         if lack:
-            yield cfg.residual, cfg.n_layer, cfg.d_model, command(path.stem, rows[0], seed=lack)
+            lr = next(iter(found.values()), cfg.lr)  # a cell is of one learning rate
+            yield cfg.residual, cfg.n_layer, cfg.d_model, command(path.stem, rows[0], lr=[lr], seed=lack)
 
 
 def base_of(row):
@@ -1145,9 +1163,11 @@ def base_of(row):
 
 
 def command(base, like, **values):
-    """What makes the runs of a config file that are missing beside the run `like`."""
+    """What makes the runs of a config file that are missing beside the run `like`, under the names that a sweep would give them."""
     cfg = configs.load(Path("configs", f"{base}.py"))
-    values |= {"max_steps": [like["max_steps"]]}
+    single = [f"{key}-{some[0]}" for key, some in values.items() if len(some) == 1 and some != [getattr(cfg, key)]]
+    values |= {"data": [like["data"]], "max_steps": [like["max_steps"]]}
+    values |= {"name": [re.sub("[:=/]", "-", "-".join([base, *single]))]} if single else {}
     options = (f" --{key}={','.join(map(str, some))}" for key, some in values.items() if some != [getattr(cfg, key)])
     return f"python train.py configs/{base}.py" + "".join(options)
 
@@ -1187,7 +1207,7 @@ def figure12(rows):
             lack = [lr for lr in rates if lr not in by_lr]
             ax.plot(lack, [0.02 + 0.03 * n] * len(lack), "x", color=style(rule)["color"], transform=ax.get_xaxis_transform())
             if lack and Path("configs", f"{base_of(like)}.py").exists():
-                print(f"missing: {command(base_of(like), like, residual=[rule], lr=lack)}")
+                print("missing: " + command(base_of(like), like, residual=[rule], lr=lack, seed=[like["seed"]]))
         ax.set_xscale("log")
         ax.set_xticks(rates, [f"{lr:g}" for lr in rates], fontsize=7)
         ax.minorticks_off()
@@ -1322,6 +1342,8 @@ def draw_figures(args):
     else:
         figure = side_by_side(figures, args.runs)
     path = args.out or Path("results", f"figure{'-'.join(figures)}.png")
+    formats = figure.canvas.get_supported_filetypes()
+    require(path.suffix[1:] in formats, f"--out={path}: its name must end in one of .{', .'.join(sorted(formats))}")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     print(path)

@@ -28,7 +28,7 @@ from torch import nn
 from torch.nn.functional import layer_norm, one_hot, pad, rms_norm, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from configs import Mistake, rule_option, suggest
+from configs import Mistake, require, rule_option, suggest
 
 EPS = 1e-6
 
@@ -1046,6 +1046,7 @@ def rule_of(residual):
         if name not in known:
             has = f"it has {', '.join(known)}" if known else "it has none"
             raise Mistake(f"{key} has no option {name!r}{suggest(name, known)} ({has})")
+        require(name not in values, f"{key}:{name} is given twice in {residual}")
         values[name] = rule_option(f"{key}:{name}", text, *known[name])
     return type(rule.__name__, (rule,), values) if values else rule
 

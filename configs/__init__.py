@@ -26,11 +26,15 @@ class Mistake(ValueError):
 
 @contextmanager
 def one_line_mistakes():
-    """Inside, a Mistake ends the program with its line and exit status 2, without a traceback."""
+    """Inside, a Mistake ends the program with its line and exit status 2, without a traceback; so does `| head`, without a line."""
     try:
         yield
+        sys.stdout.flush()
     except Mistake as mistake:
         print(mistake, file=sys.stderr)
+        sys.exit(2)
+    except BrokenPipeError:  # nobody reads on
+        sys.stdout = None  # not flushed again at exit
         sys.exit(2)
 
 

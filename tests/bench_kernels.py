@@ -32,7 +32,7 @@ from triton.runtime.autotuner import Autotuner
 from triton.testing import do_bench
 
 import kernels
-from configs import ModelConfig
+from configs import ModelConfig, one_line_mistakes, require
 from kernels import PROGRAMS, group_of
 from model import Transformer
 
@@ -349,4 +349,6 @@ def main(tune):
 
 
 if __name__ == "__main__":
-    main("--tune" in sys.argv[1:])
+    with one_line_mistakes():
+        require(sys.argv[1:] in ([], ["--tune"]), f"{' '.join(sys.argv[1:])}: the only option is --tune: peers try all they have")
+        main("--tune" in sys.argv[1:])

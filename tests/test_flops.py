@@ -528,6 +528,7 @@ def test_json_and_csv_carry_the_same_numbers_in_full():
     (["--n_block=4"], "did you mean --n_blocks?"),
     (["--residual=hcc"], "did you mean hc?"),
     (["--residual=hc:m=0"], "hc:m=0: expected a positive int"),
+    (["--residual=hc:m=2:m=3"], "hc:m is given twice in hc:m=2:m=3"),
     (["--residual=hc:n=3"], "option 'n' of hc"),
     (["--residual=mhc:constraint=double"], "expected doubly or row"),
     (["--d_ff=1000"], "--d_ff=1008 is"),
@@ -539,6 +540,12 @@ def test_a_mistake_gets_one_line(argv, line):
     done = run(*argv)
     assert done.returncode == 2 and done.stdout == ""
     assert line in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_a_reader_who_stops_reading_is_no_error():
+    program = subprocess.Popen([sys.executable, "flops.py", "--L=4", "--d=64"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    program.stdout.close()
+    assert program.stderr.read() == b"" and program.wait() == 2
 
 
 def test_a_rule_without_formulas_is_told_so(tmp_path):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+import configs
 import data
 import flops
 import probe
@@ -119,6 +120,9 @@ def test_bad_input_gets_one_line(runs, monkeypatch):
     good = row("hc", 2, 64, 0, 1.5)
     lines = [",".join(probe.COLUMNS), *(",".join(str(r[key]) for key in probe.COLUMNS) for r in (good, good | {"lr": "abc"}))]
     Path("bad.csv").write_text("\n".join(lines))
+    Path("none.csv").write_text(lines[0])
+    Path("good.csv").write_text("\n".join(lines[:2]))
+    Path("binary.csv").write_bytes(b"name,\xff\xfe\n")
     for words, line in (
         (["out/nope"], "no run in out/nope"),
         (["out/prelm"], "did you mean out/preln?"),
@@ -132,6 +136,9 @@ def test_bad_input_gets_one_line(runs, monkeypatch):
         (["--windws=3", "out/preln"], "did you mean --windows?"),
         (["--csv"], "--csv of which runs?"),
         (["--figure=2", "bad.csv"], "bad.csv, line 3: not a table"),
+        (["--figure=2", "none.csv"], "none.csv has no runs"),
+        (["--figure=2", "binary.csv"], "binary.csv: not a table"),
+        (["--figure=2", "good.csv", "--out=x.xyz"], "--out=x.xyz: its name must end in one of"),
         (["--figure=2", "empty"], "empty/config.json is damaged"),
         (["empty"], "no checkpoint.pt in empty"),
         (["--figure=2", "out"], "no run in out"),
@@ -228,8 +235,18 @@ def test_a_rate_that_only_another_rule_has_is_a_cross_in_figure_12(monkeypatch, 
     (ax,) = probe.figure12(rows).axes
     (cross,) = [line for line in ax.get_lines() if line.get_marker() == "x" and len(line.get_xdata())]
     assert list(cross.get_xdata()) == [1e-3, 4e-3] and cross.get_color() == probe.style("hc")["color"]
-    steps = f" --max_steps={rows[0]['max_steps']}"
-    assert capsys.readouterr().out == f"missing: python train.py configs/study_hc_L9.py --residual=hc:m=2 --lr=0.001,0.004{steps}\n"
+    options = "--residual=hc:m=2 --lr=0.001,0.004 --max_steps=10 --name=study_hc_L9-residual-hc-m-2"
+    assert capsys.readouterr().out == f"missing: python train.py configs/study_hc_L9.py {options}\n"
+
+
+def test_the_command_for_a_missing_run_makes_it_under_a_name_of_its_own(monkeypatch, capsys):
+    """At the learning rate of its cell, on the data of the others; the config file has other values."""
+    monkeypatch.chdir(HERE)
+    runs = ("preln", 0), ("preln", 1), ("hc", 0)
+    probe.figure2([row(rule, 2, 136, seed, 1.5, lr=3e-3, name=f"study_{rule}_L2", data="english") for rule, seed in runs])
+    line = next(line for line in capsys.readouterr().out.splitlines() if "study_hc_L2" in line)
+    (run,) = configs.runs(line.split()[3:])
+    assert (run.lr, run.seed, run.data, run.max_steps, run.name) == (3e-3, 1, "english", 10, "study_hc_L2-lr-0.003-seed-1")
 
 
 def test_a_shape_that_is_missing_is_a_cross_in_figure_3(monkeypatch, capsys):
@@ -363,5 +380,8 @@ def test_rounds_count_the_right_answers_of_each_k():
     assert shares == {f"rounds_{n}": 1 if n < 4 else 0.25 for n in range(1, 7)}
     with pytest.raises(NotImplementedError, match="automaton"):
         probe.measure("rounds", model, windows, corpus="stdlib")
-    with pytest.raises(Mistake, match="not a document"):
-        probe.measure("rounds", model, windows[:, 1:], corpus="automaton")
+    for cut in windows[:, 1:], torch.cat([windows, windows[:, 1:]], 1)[:, :16], torch.cat([windows[:, :-1], windows], 1):
+        with pytest.raises(Mistake, match="not one document"):
+            probe.measure("rounds", model, cut, corpus="automaton")
+    few = probe.measure("rounds", model, windows[:2], corpus="automaton")
+    assert np.isnan(probe.Rounds.summary(few)["rounds_2"]) and probe.Rounds.summary(few)["rounds_3"] == 1

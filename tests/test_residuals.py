@@ -1172,6 +1172,7 @@ def test_an_option_makes_a_subclass_and_leaves_the_rule_alone():
         ("preln:m=2", "preln has no option 'm' (it has none)"),
         ("hc:m=two", "hc:m=two: expected a positive int, as in hc:m=4"),
         ("hc:m=0", "hc:m=0: expected a positive int"),
+        ("hc:m=2:m=3", "hc:m is given twice in hc:m=2:m=3"),
         ("hc:m", "hc:m=: expected a positive int"),
         ("hc:dynamic=maybe", "expected on or True or off or False"),
         ("mhc:constraint=rows", "expected doubly or row or identity or free"),
