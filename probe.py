@@ -1145,16 +1145,14 @@ def missing(rows):
     bases = {base_of(row) for row in rows}
     families = sorted({base.split("_")[0] for base in bases if Path("configs", f"{base}.py").exists()})
     seeds = sorted({row["seed"] for row in rows})
-    there = {(row["residual"], row["n_layer"], row["d_model"]): {} for row in rows}
-    for row in rows:
-        there[row["residual"], row["n_layer"], row["d_model"]][row["seed"]] = row["lr"]
     for path in (path for family in families for path in sorted(Path("configs").glob(f"{family}_*.py"))):
         cfg = configs.load(path)
-        found = there.get((cfg.residual, cfg.n_layer, cfg.d_model), {})
-        lack = [seed for seed in seeds if seed not in found]
+        cell = cfg.residual, cfg.n_layer, cfg.d_model
+        there = [row for row in rows if (row["residual"], row["n_layer"], row["d_model"]) == cell]
+        lack = [seed for seed in seeds if seed not in {row["seed"] for row in there}]
         if lack:
-            lr = next(iter(found.values()), cfg.lr)  # a cell is of one learning rate
-            yield cfg.residual, cfg.n_layer, cfg.d_model, command(path.stem, rows[0], lr=[lr], seed=lack)
+            lr = min(there, key=lambda row: row["val_loss"])["lr"] if there else cfg.lr  # beside runs of this cell, at their best
+            yield *cell, command(path.stem, rows[0], lr=[lr], seed=lack)
 
 
 def base_of(row):
