@@ -1057,7 +1057,7 @@ def curves(ax, rows):
     for rule in dict.fromkeys(residual for residual, _, _ in found):
         points = sorted((d / L, list(seeds.values())) for (residual, L, d), seeds in found.items() if residual == rule)
         x, means = [ratio for ratio, _ in points], [statistics.mean(losses) for _, losses in points]
-        spread = [statistics.stdev(losses) if len(losses) > 1 else math.nan for _, losses in points]
+        spread = [deviation(losses) for _, losses in points]
         look = style(rule)
         ax.plot(x, means, **look, markersize=6)
         ax.fill_between(x, np.subtract(means, spread), np.add(means, spread), color=look["color"], alpha=0.15, linewidth=0)
@@ -1066,13 +1066,17 @@ def curves(ax, rows):
     aspect_axis(ax, {(L, d) for _, L, d in found})
 
 
+def deviation(losses):
+    return statistics.stdev(losses) if len(losses) > 1 else math.nan
+
+
 def variants(ax, rows):
     """Rules at one shape, a line for each: the mean over seeds, one standard deviation, a dot for each run."""
     found = cells(rows)
     for place, ((rule, _, _), seeds) in enumerate(found.items()):
         losses, look = list(seeds.values()), style(rule)
-        spread = statistics.stdev(losses) if len(losses) > 1 else math.nan
-        ax.errorbar(statistics.mean(losses), place, xerr=spread, color=look["color"], marker=look["marker"], markersize=7, capsize=4)
+        mean, colour = statistics.mean(losses), look["color"]
+        ax.errorbar(mean, place, xerr=deviation(losses), color=colour, marker=look["marker"], markersize=7, capsize=4)
         ax.scatter(losses, [place] * len(losses), s=9, color="black", alpha=0.6, zorder=3)
     (L, d), *_ = {(L, d) for _, L, d in found}
     ax.set_yticks(range(len(found)), [style(rule)["label"] for rule, _, _ in found])
@@ -1122,9 +1126,9 @@ def panel(ax, rows):
         variants(ax, rows)
         return
     curves(ax, rows)
-    for n, (residual, L, d, command) in enumerate(lack):
+    for n, (residual, L, d, way_out) in enumerate(lack):
         ax.plot(d / L, 0.02 + 0.03 * (n % 5), "x", color=style(residual)["color"], transform=ax.get_xaxis_transform())
-        print(f"missing: {command}")
+        print(f"missing: {way_out}")
 
 
 def budgets(rows):
@@ -1137,7 +1141,7 @@ def budgets(rows):
 
 def describe(rows):
     seeds, row = len({row["seed"] for row in rows}), rows[0]
-    return f"{row['data']}, {row['max_steps']:,} steps, up to {seeds} seed{'s' * (seeds > 1)}; band: one sd, dots: runs, x: missing"
+    return f"{row['data']}, {row['max_steps']:,} steps, up to {seeds} seed{'s' * (seeds > 1)}; band or bar: one sd, dots: runs, x: missing"
 
 
 def missing(rows):
