@@ -31,7 +31,7 @@ from collections import namedtuple
 from dataclasses import replace
 from pathlib import Path
 
-from configs import Mistake, ModelConfig, load, one_line_mistakes, require, rule_option, suggest
+from configs import Mistake, ModelConfig, load, one_line_mistakes, require, rule_option, split_rule, suggest
 
 BF16, FP32 = 2, 4  # bytes
 A100 = 312e12  # bf16 FLOP/s of NVIDIA's A100
@@ -339,13 +339,12 @@ def letters(cfg, T=None, logits="all", attention="causal"):
 
 def split_residual(residual):
     """'hc:m=2' -> ('hc', {'m': 2, 'dynamic': True}), the defaults filled in"""
-    rule, *given = residual.split(":")
+    rule, texts = split_rule(residual)
     if rule not in COSTS:
         raise Mistake(f"flops.py has no formulas for residual rule {rule!r}: give it a line in COSTS there{suggest(rule, COSTS)}")
     known = COSTS[rule].options
     options = {key: default[0] if isinstance(default, tuple) else default for key, default in known.items()}
-    for key, _, text in (option.partition("=") for option in given):
-        require(residual.count(f":{key}=") < 2, f"{rule}:{key} is given twice in {residual}")
+    for key, text in texts.items():
         if key not in known:
             has = f"it knows {', '.join(known)}" if known else "it has none"
             raise Mistake(f"flops.py does not know what option {key!r} of {rule} costs{suggest(key, known)} ({has})")

@@ -1007,10 +1007,10 @@ def read_csv(path):
 
 
 def checked(row, where):
-    """A line of a table, its numbers as numbers. Raises Mistake."""
+    """A line of a table, its numbers as numbers; what probes have found stays text. Raises Mistake."""
     kinds = {"name": str, "residual": str, "data": str, "lr": float, "val_loss": float, "step_seconds": float, "backbone": str}
     try:
-        return {key: kinds.get(key, int)(row[key]) for key in COLUMNS}
+        return {key: kinds.get(key, int)(row[key]) for key in COLUMNS} | {key: row[key] for key in row if key and key not in COLUMNS}
     except (KeyError, ValueError, TypeError) as error:
         raise Mistake(f"{where}: not a table of `python probe.py --csv` ({type(error).__name__}: {error})") from None
 

@@ -28,7 +28,7 @@ from torch import nn
 from torch.nn.functional import layer_norm, one_hot, pad, rms_norm, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from configs import Mistake, require, rule_option, suggest
+from configs import Mistake, rule_option, split_rule, suggest
 
 EPS = 1e-6
 
@@ -1037,16 +1037,15 @@ COMPILABLE = ("read_and_mix", "write", "sinkhorn", "rstd")  # functions of tenso
 
 def rule_of(residual):
     """'hc:m=2:dynamic=off' -> the class, its options set. Raises Mistake."""
-    key, *options = residual.split(":")
+    key, texts = split_rule(residual)
     if key not in RULES:
         raise Mistake(f"no residual rule {key!r}{suggest(key, RULES)} (one of {', '.join(RULES)})")
     rule = RULES[key]
     known, values = options_of(rule), {}
-    for name, _, text in (option.partition("=") for option in options):
+    for name, text in texts.items():
         if name not in known:
             has = f"it has {', '.join(known)}" if known else "it has none"
             raise Mistake(f"{key} has no option {name!r}{suggest(name, known)} ({has})")
-        require(name not in values, f"{key}:{name} is given twice in {residual}")
         values[name] = rule_option(f"{key}:{name}", text, *known[name])
     return type(rule.__name__, (rule,), values) if values else rule
 

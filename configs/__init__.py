@@ -206,6 +206,16 @@ def convert(key, kind, text):
     raise Mistake(f"--{key}={text}: expected {kind.__name__}, as in --{key}={default(key)}")
 
 
+def split_rule(residual):
+    """'hc:m=2' -> ('hc', {'m': '2'}): a rule and the texts of its options. Raises Mistake."""
+    rule, *given = residual.split(":")
+    texts = {}
+    for option, _, text in (word.partition("=") for word in given):
+        require(option not in texts, f"{rule}:{option} is given twice in {residual}")
+        texts[option] = text
+    return rule, texts
+
+
 def rule_option(option, text, kind, example):
     """What the text of a rule's option stands for, of a type (numbers are positive) or one of several choices. Raises Mistake."""
     choices = {"on": True, "True": True, "off": False, "False": False} if kind is bool else kind

@@ -1,5 +1,5 @@
 """
-What the kernels of kernels.py move, how right they are, and, on a GPU, how long they take beside the kernels of others.
+What the kernels of kernels.py and kernels_hc.py move, how right they are, and, on a GPU, how long they take beside the kernels of others.
 
     python kernels.py [--tune]      the same as python tests/bench_kernels.py
 
@@ -88,13 +88,16 @@ def depth_mixing_bytes(L, d, b=1, T=16384):
 
 
 # Arrays of (T, d) that one connection of four streams moves between memory and chip, (forward, backward): H, f in, N, x out; H, f, DN,
-# DX in, DH, DF out, and N once more for the gradient of W. The second pass of a program over its 16 tokens, 4 and 6 arrays, is from cache.
+# DX in, DH, DF out, and N once more for the gradient of W. A program passes over its 16 tokens twice; what it reads again is in the cache
+# if that holds the tiles of all programs in flight, and has to come from memory if not.
 CONNECTOR_TRAFFIC = 10, 19
+CONNECTOR_REREADS = 4, 6
 
 
-def hyper_connection_bytes(L, d):
+def hyper_connection_bytes(L, d, cached=True):
     """Bytes of a token, forward and backward, in bf16, with the sums of DGAIN; without those of the routing's 24 numbers."""
-    return 2 * L * (sum(CONNECTOR_TRAFFIC) * 2 * d + 2 * 4 * d / 16)
+    arrays = sum(CONNECTOR_TRAFFIC) + (0 if cached else sum(CONNECTOR_REREADS))
+    return 2 * L * (arrays * 2 * d + 2 * 4 * d / 16)
 
 
 def least_bytes(rule, L, d):
@@ -104,11 +107,10 @@ def least_bytes(rule, L, d):
     return depth_mixing_bytes(L, d, 1 if rule == "fullattnres" else ceil_div(2 * L, RULES[rule]))
 
 
-def byte_table():
-    rows = ["MB of a token, forward and backward, in bf16", f"{'rule':14}" + "".join(f"{f'L={L} d={d}':>15}" for L, d in SHAPES)]
-    for rule in RULES:
-        rows.append(f"{rule:14}" + "".join(f"{least_bytes(rule, L, d) / 1e6:15.2f}" for L, d in SHAPES))
-    return "\n".join(rows)
+def megabytes():
+    """{rule: {shape: MB of a token, forward and backward, in bf16}}"""
+    table = {rule: {f"{L}x{d}": least_bytes(rule, L, d) / 1e6 for L, d in SHAPES} for rule in RULES}
+    return table | {"hc, mhc uncached": {f"{L}x{d}": hyper_connection_bytes(L, d, cached=False) / 1e6 for L, d in SHAPES}}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -330,10 +332,11 @@ def line(row):
 def main(tune):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     name = torch.cuda.get_device_name().replace(" ", "-") if device == "cuda" else "cpu"
-    print(byte_table())
-    results = {"device": name, "torch": torch.__version__, "triton": triton.__version__, "MB_per_token": {}, "errors": {}}
+    table = megabytes()
+    print("MB of a token, forward and backward, in bf16\n" + " " * 18 + "".join(f"{f'L={L} d={d}':>15}" for L, d in SHAPES))
+    print("\n".join(f"{rule:18}" + "".join(f"{value:15.2f}" for value in row.values()) for rule, row in table.items()))
+    results = {"device": name, "torch": torch.__version__, "triton": triton.__version__, "MB_per_token": table, "errors": {}}
     for rule in RULES:
-        results["MB_per_token"][rule] = {f"{L}x{d}": least_bytes(rule, L, d) / 1e6 for L, d in SHAPES}
         for dtype in torch.float32, torch.bfloat16:
             checked = rule if rule != "blockattnres" else "blockattnres:n_blocks=3"  # of the six branches of the check
             results["errors"][f"{rule} {str(dtype)[6:]}"] = errors = check(checked, dtype, device)

@@ -4,7 +4,7 @@ Compile the kernels for A100 (sm_80) and H100 (sm_90) without a GPU, and print w
     python tests/kernel_compile.py [width ...]         a table; with --json one line for test_kernels.py
                                                        --once: hyper-connections for sm_80 alone
 
-What is compiled is what kernels.py launches: it runs here with each kernel replaced by a recorder. That
+What is compiled is what kernels.py and kernels_hc.py launch: they run here with each kernel replaced by a recorder. That
 needs a process of its own, as a kernel that was imported under TRITON_INTERPRET=1 is no kernel for a GPU.
 """
 
@@ -25,6 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import kernels
+import kernels_hc
 
 WIDTHS = 544, 608, 640, 672, 768, 800, 896, 960, 992, 1024, 1056, 1120, 1216, 1248, 1344, 1504, 1728, 2048  # of configs/
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
@@ -53,17 +54,15 @@ class Recorder:
 
 def record(run):
     """{key: what to compile} of all kernels that `run` launches."""
-    launches, real = {}, {}
-    for name, fn in vars(kernels).items():
-        if isinstance(fn, triton.JITFunction):
-            real[name] = fn
-    for name, fn in real.items():
-        setattr(kernels, name, Recorder(fn, launches))
+    launches = {}
+    real = [(file, name, fn) for file in (kernels, kernels_hc) for name, fn in vars(file).items() if isinstance(fn, triton.JITFunction)]
+    for file, name, fn in real:
+        setattr(file, name, Recorder(fn, launches))
     try:
         run()
     finally:
-        for name, fn in real.items():
-            setattr(kernels, name, fn)
+        for file, name, fn in real:
+            setattr(file, name, fn)
     return launches
 
 
@@ -107,7 +106,7 @@ def hyper_connections(D):
     def run():
         x = torch.zeros(1, 2, D, dtype=torch.bfloat16, requires_grad=True)
         w = torch.zeros(D, requires_grad=True)
-        streams = kernels.Streams.enter(x)
+        streams = kernels_hc.Streams.enter(x)
         for _ in range(2):
             streams, x, P, q = streams.connect(torch.zeros(4, D, 24, requires_grad=True), torch.zeros(10), w, 1e-6, 1e-6, True)
             A = kernels.sinkhorn(P[..., :16].contiguous(), 20, 1e-6).unflatten(-1, (4, 4))

@@ -278,6 +278,8 @@ def test_runs_become_a_table_that_figures_read(runs, tmp_path):
     table.write_text(done.stdout)
     drawn = call(runs, "--figure=2", str(table), f"--out={tmp_path}/f.png")
     assert drawn.returncode == 0 and (tmp_path / "f.png").stat().st_size > 5000, drawn.stderr
+    more = call(runs, "--csv", str(table))
+    assert more.stdout == done.stdout, "a table read and printed again has lost something"
 
 
 def test_an_unfinished_run_is_left_out_and_named(runs, tmp_path, capsys):
