@@ -15,13 +15,17 @@ Why a chain. To autograd a mixture has one input, the newest source; the older o
 as inputs, autograd would add up n gradients for each source, and the additions alone would cost more than the mixing.
 
 Why pull. On the way back mix m leaves the gradient do_m of its mixture in the bank. When mix m comes to write the gradient
-of source m, all later mixtures have left theirs, so it is one sum over them, held in float32 registers and rounded once:
+of source m, all later mixtures have left theirs, so it is one sum over them, in float32 registers, and autograd adds nothing up:
 
-        dv_i = sum over m >= i of  p_mi do_m + ds_mi r_i q_m,   less its radial part,   ds_mi = p_mi (do_m . v_i - do_m . o_m)
+        dv_i = sum over m >= i of  p_mi do_m + ds_mi (r_i q_m - s_mi r_i^2 v_i / d),     ds_mi = p_mi (do_m . v_i - do_m . o_m)
 
 Why groups. The queries are weights, so mixtures that come later can be prepared. G of them share one read of all sources
-that are older than the group (`group_mix`), G sources share one read of all do that are younger (`pair_dot`, `group_pull`);
-only what the group itself makes is read by row kernels (`row_mix`, `row_pull`). With M mixtures that is about M^2 / G reads.
+that are older than the group (`group_mix`), G sources share two reads of all do that are younger (`pair_dot`, `group_pull`);
+only what the group itself makes is read by row kernels (`row_mix`, `row_pull`). With M mixtures that is about 3/2 M^2 / G + M G
+reads, the least at G = sqrt(3/2 M): 7 with 16 layers, 15 with 70.
+
+Block AttnRes. b branches sum up to one source (Full: b = 1). V[m] is then the running sum after m branches, and only V[0], V[b],
+V[2b] ... are read by more than one mixture. These sources are called shared and numbered by e: V[b e].
 
 Why no autotuning. The number of sources is a loop bound, never a constant of the program, and neither is the number of
 tokens: each kernel is compiled once for a width d. 140 mixtures would otherwise be 140 programs, each to be tuned.
@@ -29,11 +33,14 @@ tokens: each kernel is compiled once for a width d. 140 mixtures would otherwise
 Operators. What autograd and torch.compile see are functions of tensors (`operator`). The bank, whose memory is written to on the way
 forward and back, hides behind a tensor: the chain alone keeps the order, and a compiled model holds the y of the branches itself.
 
-Names. Arrays in upper case, d the width, T tokens (batch and sequence flattened). V (S, T, d) sources; Y (S, T, d) what the
-branches read, overwritten by do on the way back; LOGIT (T, n) the scores of older sources, OWN (S, T) those of the newest;
-R 1 / RMS of a source, LSE log-sum-exp of a mixture's scores, ORSTD 1 / RMS of the mixture, all (S, T) and float32.
+Names. Arrays in upper case, d the width, T tokens (batch and sequence flattened), M mixtures. V (M, T, d) sources; Q (M, d) queries;
+Y (M, T, d) what the branches read, overwritten by DO on the way back; to a row kernel X, Y, DX, DY are a slice (T, d) of one m, and
+W (d,) is the gain of its reader's norm. In float32: LOGIT (T, width) the scores of shared sources; OWN the score of the newest one,
+R 1 / RMS of a source, LSE log-sum-exp of a mixture's scores, ORSTD 1 / RMS of the mixture, DELTA do_m . o_m, all (M, T). Of one group:
+DV (rows, T, d) gradients of its sources by younger mixtures, DS (rows, T, M) their ds r, KK the sum of their ds s.
 """
 
+import inspect
 import os
 from types import MethodType
 
@@ -58,11 +65,11 @@ PROGRAMS = 1024  # of a backward row kernel, each with a row of sums over its to
 
 
 def kernel(fn):
-    """triton.jit, run-time numbers (lower case) never specialised: not on being 1, not on being a multiple of 16."""
+    """triton.jit, run-time numbers (lower case, T and M) never specialised: not on being 1, not on being a multiple of 16."""
     if triton is None:
         return fn
-    names = fn.__code__.co_varnames[: fn.__code__.co_argcount]
-    return triton.jit(fn, do_not_specialize=[name for name in names if name.islower() and name not in fn.__annotations__])
+    names = [name for name in inspect.signature(fn).parameters if name not in fn.__annotations__]
+    return triton.jit(fn, do_not_specialize=[name for name in names if name.islower() or name in ("T", "M")])
 
 
 def operator(shapes):
@@ -81,8 +88,14 @@ def dot_type(x):
     return tl.bfloat16 if x.dtype == torch.bfloat16 and not INTERPRETED else tl.float32
 
 
+def autocast(x):
+    """x in the precision that autocast asks for, if it is on."""
+    return x.to(torch.get_autocast_dtype(x.device.type)) if torch.is_autocast_enabled(x.device.type) else x
+
+
 def usable(x):
-    """Whether the kernels can run on x (..., d): Triton is here, x is on a GPU or Triton's interpreter is on, d is a multiple of 8."""
+    """Whether the kernels can run on x (..., d): Triton is here, x is on a GPU or Triton's interpreter is on, in float32 or bf16, and d
+    is a multiple of 8."""
     where = x.is_cuda or (INTERPRETED and x.device.type == "cpu")
     return triton is not None and where and x.dtype in (torch.float32, torch.bfloat16) and x.shape[-1] % 8 == 0
 
@@ -102,7 +115,8 @@ def row_mix(X, V, Y, W, Q, R, OWN, LOGIT, LSE, ORSTD, START, START_LSE, T, m, ro
             D: constexpr, BD: constexpr, NS: constexpr):  # fmt: skip
     """V[m] = v = x (add: + V[m-1]),   Y[m] = RMSNorm(sum_i p_i v_i) * w,   i: those in START, shared sources n0 ... n1 - 1, and v.
 
-    One token for each program; an online softmax, so that a source is read once and the number of sources is free.
+    One token for each program; an online softmax, so that a source is read once and the number of sources is free. START is what
+    `group_mix` made of the sources 0 ... n0 - 1 for this mixture, in its row `row`: a softmax over those alone, of log-sum-exp START_LSE.
     """
     t = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BD)
@@ -117,8 +131,9 @@ def row_mix(X, V, Y, W, Q, R, OWN, LOGIT, LSE, ORSTD, START, START_LSE, T, m, ro
     tl.store(R + m * T + t, r)
     tl.store(OWN + m * T + t, own)
 
-    top = tl.maximum(own, tl.load(START_LSE + row * T + t, started != 0, float("-inf")))  # running maximum of the scores
-    a = tl.exp(tl.load(START_LSE + row * T + t, started != 0, float("-inf")) - top)
+    start = tl.load(START_LSE + row * T + t, started != 0, float("-inf"))
+    top = tl.maximum(own, start)  # running maximum of the scores
+    a = tl.exp(start - top)
     p = tl.exp(own - top)
     total = a + p
     o = a * tl.load(START + (row * T + t) * D + c, in_row & (started != 0), 0.0).to(tl.float32) + p * v
@@ -164,7 +179,7 @@ def source_logits(V, Q, R, LOGIT, T, m, e, b, M, width,
 @kernel
 def group_mix(V, LOGIT, O, O_LSE, T, n, m0, m1, b, M, width,
               D: constexpr, BD: constexpr, G: constexpr, BN: constexpr, NS: constexpr, DT: constexpr):  # fmt: skip
-    """O[g] = sum_e p_e v_e over the shared sources 0 ... n - 1, for the mixtures m0 + g < m1;   O_LSE their log-sum-exp.
+    """O[g] = sum_e p_e v_e over the shared sources 0 ... n - 1, p their softmax, for the mixtures m0 + g < m1;   O_LSE the log-sum-exp.
 
     A flash attention over depth: for each token a (G, n) (n, d) product, the d columns over programs.
     """
@@ -198,8 +213,9 @@ def row_pull(V, Y, DO, DY, W, Q, R, OWN, LOGIT, LSE, ORSTD, DELTA, START, DS, KK
              D: constexpr, BD: constexpr, NS: constexpr):  # fmt: skip
     """DO[m] = do_m from dy (the norm's backward);   DX = dv_m, pulled from the mixtures m, m + 1 ... j1 - 1 and from START.
 
-    RMSNorm does not see the scale of o, so do_m . o_m, which softmax's backward needs, is not a sum but mean(y dy) d eps rstd^2.
-    A program adds the gradients of w and of q_m up over `per` tokens, in a row of its own that stays in cache: no atomics.
+    RMSNorm hardly sees the scale of o, so do_m . o_m, which softmax's backward needs as DELTA[m], is almost nothing: it is exactly
+    mean(y dy) d eps rstd^2, and the norm's backward has that mean. A program adds the gradient of w, and that of q_m by source m itself,
+    up over `per` tokens, in rows of its own that stay in cache: no atomics.
     """
     c = tl.arange(0, BD)
     in_row = c < D
@@ -230,7 +246,7 @@ def row_pull(V, Y, DO, DY, W, Q, R, OWN, LOGIT, LSE, ORSTD, DELTA, START, DS, KK
         dv += tl.load(START + (row * T + t) * D + c, in_row & (started != 0), 0.0).to(tl.float32)
         for j in tl.range(m + 1, j1, num_stages=NS):
             g = tl.load(DO + (j * T + t) * D + c, in_row, 0.0).to(tl.float32)
-            s = tl.load(LOGIT + t * width + entry(m, j, b, M))
+            s = tl.load(LOGIT + t * width + entry(m, j, b, M))  # only in Full are there such j, and there source m is the m-th shared
             p = tl.exp(s - tl.load(LSE + j * T + t))
             ds = p * (tl.sum(g * v, 0) - tl.load(DELTA + j * T + t))
             tl.store(DS + (ds_row * T + t) * M + j, ds * r)
@@ -247,7 +263,7 @@ def pair_dot(V, DO, R, LOGIT, LSE, DELTA, DS, KK, T, e0, e1, m0, m1, b, M, width
              D: constexpr, BK: constexpr, G: constexpr, BN: constexpr, NS: constexpr, DT: constexpr):  # fmt: skip
     """DS[g, t, m] = ds r,   ds = p (do_m . v_e - delta_m),   of the shared sources e = e0 + g < e1 and the mixtures m0 ... m1 - 1.
 
-    KK[g] = sum_m ds s, which makes the radial part of dv_e; more: added to what is there.
+    KK[., g] = sum_m ds s over the BN mixtures of each program, for the part of dv_e along v_e; more: added to what is there.
     """
     t = tl.program_id(0).to(tl.int64)
     g = tl.arange(0, G)
@@ -322,15 +338,15 @@ class Bank:
     the state after a branch. It can be gone through backwards once, from the last mixture to the first.
 
     x (B, T, d) embedding; Q (M, d) the queries of all M = 2L + 1 readers, that of the first zero; key_eps of the sources'
-    norm; b branches sum up to a source (1: Full). G mixtures share their reads; by default 8, above 32 layers 16.
+    norm; b branches sum up to a source (1: Full). In Full G <= 16 mixtures share their reads; by default 8, above 32 layers 16.
+    Sources, and queries where matrices are multiplied, are in the precision of x, that of autocast if it is on; sums are float32.
     """
 
     def __init__(self, x, Q, key_eps, b=1, G=None):
-        M, D, shape = len(Q), x.shape[-1], x.shape
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
-        self.n, self.b, self.x, self.Q, self.shape = 0, b, x.reshape(-1, D).contiguous(), Q, shape
-        self.handle = open_bank(self.x, Q, key_eps, b, G or (8 if M <= 65 else 16), torch.is_grad_enabled(), torch.compiler.is_compiling())
+        M, D = len(Q), x.shape[-1]
+        self.n, self.b, self.x, self.Q, self.shape = 0, b, autocast(x).reshape(-1, D).contiguous(), Q, x.shape
+        keep = torch.is_grad_enabled() and not torch.compiler.is_compiling()  # a compiler may put what it likes into the memory of a dead y
+        self.handle = open_bank(self.x, Q, key_eps, b, G or (8 if M <= 65 else 16), keep)
 
     @property
     def arena(self):
@@ -366,15 +382,15 @@ class Bank:
 class Arena:
     """The memory of a Bank, and the schedule: which kernel runs when."""
 
-    def __init__(self, x, Q, key_eps, b, G, keep, compiled):
+    def __init__(self, x, Q, key_eps, b, G, keep):
         (M, D), T, new, f32 = Q.shape, len(x), x.new_empty, torch.float32
-        self.M, self.T, self.D, self.key_eps, self.b, self.G = M, T, D, key_eps, b, G
+        self.M, self.T, self.D, self.key_eps, self.b, self.G, self.rows = M, T, D, key_eps, b, G, G if b == 1 else 16
         self.shared = (M - 2) // b + 1 if M > 1 else 0  # sources that more than one mixture reads
         width = sum(M - 1 - e * b for e in range(self.shared))
-        self.at = b, M, width  # where in LOGIT a score is
+        self.layout = b, M, width  # of LOGIT, for `entry`
         self.filled, self.group, self.next = 0, None, None
         self.V = new(M, T, D)
-        self.Y = new(M, T, D) if keep and not compiled else None  # a compiler may put what it likes into the memory of a dead y
+        self.Y = new(M, T, D) if keep else None
         self.Q = Q.to(x.dtype).contiguous()
         self.LOGIT = new(T, width, dtype=f32)
         self.OWN, self.R, self.LSE, self.ORSTD = new(4, M, T, dtype=f32)
@@ -395,21 +411,22 @@ class Arena:
         y = torch.empty_like(x) if self.Y is None else self.Y[m]
         m0, m1, n = group_of(m, M, self.b, self.G)
         if n and self.O is None:
-            self.O, self.O_LSE = self.V.new_empty(16, T, D), self.LSE.new_empty(16, T)
+            self.O, self.O_LSE = self.V.new_empty(self.rows, T, D), self.LSE.new_empty(self.rows, T)
         if n and self.group != m0:
-            grid = T, triton.cdiv(D, 128)
-            group_mix[grid](self.V, self.LOGIT, self.O, self.O_LSE, T, n, m0, m1, *self.at, **self.tile(G=16, BD=128, BN=16, num_warps=2))
+            group_mix[(T, triton.cdiv(D, 128))](
+                self.V, self.LOGIT, self.O, self.O_LSE, T, n, m0, m1, *self.layout, **self.tile(G=16, BD=128, BN=16, num_warps=2)
+            )
             self.group = m0
         row_mix[(T,)](
             x, self.V, y, w, self.Q, self.R, self.OWN, self.LOGIT, self.LSE, self.ORSTD,
             self.O if n else self.V, self.O_LSE if n else self.LSE,
-            T, m, m - m0, n, (m - 1) // self.b + 1, *self.at, eps, self.key_eps, int(self.sums(m)), int(n > 0), **row(D)
+            T, m, m - m0, n, (m - 1) // self.b + 1, *self.layout, eps, self.key_eps, int(self.sums(m)), int(n > 0), **row(D)
         )  # fmt: skip
         e = m // self.b
         if m % self.b == 0 and e < self.shared:
             BM = 128 if M > 65 else 64
             grid = triton.cdiv(T, 64), triton.cdiv(M - m - 1, BM)
-            source_logits[grid](self.V, self.Q, self.R, self.LOGIT, T, m, e, *self.at, **self.tile(BT=64, BM=BM, BK=32, num_warps=4))
+            source_logits[grid](self.V, self.Q, self.R, self.LOGIT, T, m, e, *self.layout, **self.tile(BT=64, BM=BM, BK=32, num_warps=4))
         self.filled = max(self.filled, m + 1)
         if m == M - 1:
             self.O = self.O_LSE = self.group = None
@@ -423,7 +440,9 @@ class Arena:
             raise RuntimeError("depth mixing goes back once from the last mixture to the first, and uses its memory up: run forward again")
         T, D, b = self.T, self.D, self.b
         m0, m1, _ = group_of(m, self.M, self.b, self.G)
-        later, e = self.filled, m // b
+        later, e = self.filled, m // b  # later: the mixtures that were run
+        # start[at] is what younger mixtures gave source m already. Full: DV, from later groups; row_pull adds those of the group, to j1.
+        # Block: all of it; DV for a shared source, for another dx of the next mixture, whose running sum has source m in it.
         if b == 1:
             start, at, j1, started = self.DV, m - m0, m1, m1 < later
             if m == min(m1, later) - 1:
@@ -441,7 +460,7 @@ class Arena:
         row_pull[(programs,)](
             self.V, y, self.DO, dy, w, self.Q, self.R, self.OWN, self.LOGIT, self.LSE, self.ORSTD, self.DELTA, start, self.DS,
             self.KK[e // 16 if b > 1 else 0], DX, DW, DQ,
-            T, per, m, at, m - m0, min(j1, later), tiles, *self.at, eps, int(started), **row(D, 2)
+            T, per, m, at, m - m0, min(j1, later), tiles, *self.layout, eps, int(started), **row(D, 2)
         )  # fmt: skip
         self.dQ[m] += DQ.sum(0)
         if b == 1 and m == m0:
@@ -451,7 +470,9 @@ class Arena:
             for e0 in range(0, e + 1, 16):
                 self.pull(e0, min(e0 + 16, e + 1), m, min(m + b, later), more=not last)
                 self.query_gradient(e0, min(e0 + 16, e + 1), m, min(m + b, later))
-        self.next, self.dx = m - 1, DX if self.sums(m) else None
+        self.next, self.dx = m - 1, None
+        if self.sums(m):
+            self.dx = DX if self.Y is not None else DX.clone()  # a compiler may use the memory of DX again
         dQ = self.dQ if m == 0 else dy.new_empty(0)
         if m == 0:
             self.__dict__.clear()
@@ -460,12 +481,11 @@ class Arena:
         return DX, DW.sum(0).to(w.dtype), dQ
 
     def start_backward(self):
-        """Memory that only the backward pass needs: of T d size, the partial sums of one group."""
-        rows = self.G if self.b == 1 else 16
+        """Memory that only the backward pass needs: of T d size, the partial sums of one group, in Block of all shared sources."""
         chunks, f32 = 1 if self.b == 1 else triton.cdiv(self.shared, 16), torch.float32
         new = self.V.new_empty
-        self.DV = new(16 * chunks, self.T, self.D)
-        self.DS = new(rows, self.T, self.M)
+        self.DV = new(self.rows * chunks, self.T, self.D)
+        self.DS = new(self.rows, self.T, self.M)
         self.KK = self.V.new_zeros(chunks, triton.cdiv(self.M if self.b == 1 else self.b, 32), 16, self.T, dtype=f32)
         self.DELTA = new(self.M, self.T, dtype=f32)
         self.DO = new(self.M, self.T, self.D) if self.Y is None else self.Y
@@ -474,7 +494,7 @@ class Arena:
     def pull(self, e0, e1, m0, m1, more):
         """DV and DS of the shared sources e0 ... e1 - 1, of the mixtures m0 ... m1 - 1."""
         T, D, at, more = self.T, self.D, e0 // 16 if self.b > 1 else 0, int(more)
-        which = T, e0, e1, m0, m1, *self.at, more
+        which = T, e0, e1, m0, m1, *self.layout, more
         pair_dot[(T, triton.cdiv(m1 - m0, 32))](
             self.V, self.DO, self.R, self.LOGIT, self.LSE, self.DELTA, self.DS, self.KK[at], *which,
             **self.tile(G=16, BK=64, BN=32, num_warps=2)
@@ -491,10 +511,10 @@ class Arena:
 
 
 @operator(lambda *_: torch.empty((), dtype=torch.int64, device="cpu"))
-def open_bank(x: Tensor, Q: Tensor, key_eps: float, b: int, G: int, keep: bool, compiled: bool) -> Tensor:
+def open_bank(x: Tensor, Q: Tensor, key_eps: float, b: int, G: int, keep: bool) -> Tensor:
     """An Arena, as an attribute of a tensor: so it passes through operators, and lives as long as autograd needs it."""
     handle = torch.zeros((), dtype=torch.int64)
-    handle.arena = Arena(x, Q, key_eps, b, G, keep, compiled)
+    handle.arena = Arena(x, Q, key_eps, b, G, keep)
     return handle
 
 
@@ -540,7 +560,7 @@ def matrices(t):
 
 @kernel
 def over_sources(x):
-    """Each column, a destination, by exp(x) over its sum."""
+    """Softmax over the sources: each column, a destination, sums to one."""
     e = tl.exp(x - tl.max(x, 0, keep_dims=True))
     return e * (1.0 / tl.sum(e, 0, keep_dims=True))
 
@@ -573,7 +593,7 @@ def sinkhorn_forward(X, A, T, eps, iterations, BT: constexpr):
 def sinkhorn_backward(X, G, DX, R, T, eps, iterations, BT: constexpr):
     """DX of G, the gradient of A: that of the iterations as they were, not of their limit, from which 20 are still far.
 
-    They run once more; the 8 reciprocals of each go through R (iterations, 8, T), and so it can be undone.
+    They run once more; the 8 reciprocals of each but the first go through R (iterations - 1, 8, T), and so it can be undone.
     """
     t = tl.program_id(0) * BT + tl.arange(0, BT)[None, None, :]
     destinations = R + tl.arange(0, 4)[None, :, None] * T + t
@@ -596,7 +616,7 @@ def sinkhorn_backward(X, G, DX, R, T, eps, iterations, BT: constexpr):
 
 @operator(lambda x, *_: torch.empty_like(x))
 def sinkhorn(x: Tensor, iterations: int, eps: float) -> Tensor:
-    """residuals.sinkhorn of float32 logits (..., 16), [source, destination] flattened."""
+    """residuals.sinkhorn of contiguous float32 logits (..., 16), [source, destination] flattened."""
     A, T = torch.empty_like(x), x.numel() // 16
     sinkhorn_forward[(triton.cdiv(T, 128),)](x, A, T, eps, iterations, BT=128, num_warps=4)
     return A
@@ -605,7 +625,7 @@ def sinkhorn(x: Tensor, iterations: int, eps: float) -> Tensor:
 @operator(lambda x, *_: torch.empty_like(x))
 def sinkhorn_gradient(x: Tensor, g: Tensor, iterations: int, eps: float) -> Tensor:
     DX, T = torch.empty_like(x), x.numel() // 16
-    R = x.new_empty(iterations, 8, T)
+    R = x.new_empty(iterations - 1, 8, T)
     sinkhorn_backward[(triton.cdiv(T, 128),)](x, g.contiguous(), DX, R, T, eps, iterations, BT=128, num_warps=4)
     return DX
 
@@ -627,20 +647,21 @@ def accelerate(model, kernels="auto"):
     stay what they are, and so does the model on a device, or in a precision, that the kernels cannot serve.
 
     kernels is "reference" (nothing is done), "auto" (on a GPU) or "triton" (also in Triton's interpreter). Returns a line on
-    why nothing was done though it was wished for, else None. Probes that skip, swap or look in between want the model as it was.
+    why nothing was done though it could have been, else None. The GPU must be torch's current one. Probes that skip, swap or look
+    in between want the model as it was.
     """
     connections = [residual for residual, _ in model.branches()]
-    names = {cls.__name__ for cls in type(connections[0]).__mro__}
+    rule = type(connections[0]).__name__  # by name, as a reader's rule that builds on one of them has equations of its own
     device = model.head.weight.device
     if kernels == "reference" or (kernels == "auto" and device.type != "cuda"):
         return None
-    if not names & {"FullAttnRes", "HC"} or ("HC" in names and connections[0].m != 4):
+    if rule not in ("FullAttnRes", "BlockAttnRes", "HC", "MHC") or (rule in ("HC", "MHC") and connections[0].m != 4):
         return None
     if triton is None or [int(n) for n in triton.__version__.split(".")[:2]] < [3, 4]:
         return "kernels: no Triton of 3.4 or later here, so depth mixing and hyper-connections run as written in residuals.py"
     if device.type != "cuda" and not INTERPRETED:
         return f"kernels: Triton does not run on {device.type}, so the connections run as written in residuals.py"
-    if "FullAttnRes" in names:
+    if rule in ("FullAttnRes", "BlockAttnRes"):
         enter, forward, head = mix_enter, mix_forward, mix_head
     else:
         import kernels_hc as hc  # here, as it is built on this file
@@ -658,7 +679,7 @@ def accelerate(model, kernels="auto"):
 def mix_enter(model, x):
     """The bank, with the queries of all readers, in place of the list of sources."""
     rule = type(model.blocks[0].attn_residual)
-    if not usable(x):
+    if not usable(autocast(x)):
         return rule.enter(x)
     first, *readers = [residual.reader for residual, _ in model.branches()] + [model.reader]
     w = [reader.mixture.w * reader.mixture.gain for reader in readers]
@@ -678,6 +699,6 @@ def mix_head(self, bank):
 
 def constrain(self, logits):
     """MHC.constrain, doubly stochastic."""
-    if not usable(logits.detach()):
+    if not usable(logits):
         return type(self).constrain(self, logits)
     return sinkhorn(logits.float().contiguous(), self.iterations, 1e-6).unflatten(-1, (4, 4))

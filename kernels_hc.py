@@ -7,10 +7,14 @@ read with its norm, in one kernel.
 Why so. A connection moves four streams of width d, and does little with them. Written as equations it reads them again for each
 of write, norm, routing and read. Here the write waits in the depth state (`Streams`) for the read that follows, and one kernel does
 both: the streams come and go once. A program needs its 16 tokens twice, as the routing needs whole streams; the second time they
-are in the cache, if that holds the tiles of all programs in flight (README, Kernels).
+are in the cache, if that holds the tiles of all programs in flight (README, Kernels). A and beta are made by PyTorch from P and Q
+between two connections (`coefficients` in residuals.py); mHC's Sinkhorn is in kernels.py.
 
-Names as in kernels.py, and H, N (T, 4, d) the streams before and after a write; F, X (T, d) what a branch gave, and what the next reads;
-A (T, 5, 4) the weights of the write [source, destination], that of F, beta, in the last row; alpha (4,) those of the read.
+Names. Arrays in upper case, d the width, T tokens (batch and sequence flattened), streams i, j, s. H, N (T, 4, d) the streams before and
+after a write; F (T, d) what a branch gave, X (T, d) what the next one reads; A (T, 5, 4) the weights of the write, [source, destination],
+those of F, beta, in the last row; W (4, d, 32) routing matrices, their first columns for alpha, the weights of the read; GAIN (d,) of
+its norm. Of a token, in float32: P (32,) = sum_j N_j W_j; Q (4,) the squares |N_j|^2; CROSS (6,) the products of two streams,
+01 02 03 12 13 23; RSTD of the read. READ (10,) as in `read_weights`.
 """
 
 import math
@@ -22,7 +26,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 from triton.language import constexpr
 
-from kernels import dot_type, kernel, operator, usable
+from kernels import autocast, dot_type, kernel, operator, usable
+from residuals import no_autocast
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Kernels
@@ -87,9 +92,10 @@ def add_dots(r, x, y, I: constexpr, J: constexpr, n: constexpr):
 
 @kernel
 def read_weights(p, q, READ, routing_eps, together, D: constexpr):
-    """alpha_j = READ_j + READ_8 u_j,   u_j = tanh(READ_9 z_j + READ_(4 + j)),   z_j = r_j p_j.
+    """alpha_j = READ_j + READ_8 u_j,   u_j = tanh(READ_9 z_j + READ_(4 + j)),   z_j = r_j p_j;   p the first of P, q of Q.
 
-    r_j is 1 / RMS of a stream, or of all (together). A sigmoid is a tanh too: s(x) = (1 + tanh(x / 2)) / 2.
+    READ: four constants, four biases, the scale before the tanh's sum, that within. r_j is 1 / RMS of a stream, or of all (together).
+    mHC's sigmoid is a tanh, too: s(x) = (1 + tanh(x / 2)) / 2.
     """
     alpha, u, z, r = (), (), (), ()
     for j in tl.static_range(4):
@@ -102,13 +108,23 @@ def read_weights(p, q, READ, routing_eps, together, D: constexpr):
 
 
 @kernel
+def by_stream(alpha, g):
+    """N_j . sum_i alpha_i N_i for each j, of the squares and products g of the streams."""
+    return (
+        alpha[0] * g[0] + alpha[1] * g[4] + alpha[2] * g[5] + alpha[3] * g[6],
+        alpha[0] * g[4] + alpha[1] * g[1] + alpha[2] * g[7] + alpha[3] * g[8],
+        alpha[0] * g[5] + alpha[1] * g[7] + alpha[2] * g[2] + alpha[3] * g[9],
+        alpha[0] * g[6] + alpha[1] * g[8] + alpha[2] * g[9] + alpha[3] * g[3],
+    )
+
+
+@kernel
 def connect_forward(H, F, A, W, READ, GAIN, N, X, P, Q, CROSS, RSTD, T, eps, routing_eps, together,
                     D: constexpr, BT: constexpr, BD: constexpr, NS: constexpr, DT: constexpr):  # fmt: skip
     """N_j = sum_s A_sj H_s + A_4j F, the streams after a branch;   P = sum_j N_j W_j and Q_j = |N_j|^2, from which the next one
     routes;   X = RMSNorm(sum_j alpha_j N_j) * gain, what it reads.
 
-    H, N (T, 4, d); A (T, 5, 4), with beta in its last row; W (4, d, 32), its first columns for alpha. The norm is known before X is:
-    |sum_j alpha_j N_j|^2 follows from Q and CROSS, the products of two streams. So N is read but once more.
+    The norm is known before X is: |sum_j alpha_j N_j|^2 follows from Q and CROSS. So N is read but once more.
     """
     t = (tl.program_id(0) * BT + tl.arange(0, BT)).to(tl.int64)
     k = tl.arange(0, 32)
@@ -145,24 +161,14 @@ def connect_forward(H, F, A, W, READ, GAIN, N, X, P, Q, CROSS, RSTD, T, eps, rou
 
 
 @kernel
-def by_stream(alpha, g):
-    """N_j . sum_i alpha_i N_i for each j, of the squares and products g of the streams."""
-    return (
-        alpha[0] * g[0] + alpha[1] * g[4] + alpha[2] * g[5] + alpha[3] * g[6],
-        alpha[0] * g[4] + alpha[1] * g[1] + alpha[2] * g[7] + alpha[3] * g[8],
-        alpha[0] * g[5] + alpha[1] * g[7] + alpha[2] * g[2] + alpha[3] * g[9],
-        alpha[0] * g[6] + alpha[1] * g[8] + alpha[2] * g[9] + alpha[3] * g[3],
-    )
-
-
-@kernel
 def connect_backward(H, F, A, W, READ, GAIN, P, Q, CROSS, RSTD, DN, DX, DP, DQ, DH, DF, DA, DPALL, DREAD, DGAIN, T, routing_eps,
                      together, D: constexpr, BT: constexpr, BD: constexpr, NS: constexpr, DT: constexpr):  # fmt: skip
-    """G_j = DN_j + alpha_j dx + W_j dp + 2 dq_j N_j, the gradient of stream N_j, of the next connection, of the read, and of the
+    """G_j = DN_j + alpha_j dx + W_j dp + 2 dq_j N_j, the gradient of stream N_j, from the next connection, the read, and the
     routing;   DH_s = sum_j A_sj G_j,  DA_sj = H_s . G_j,  and likewise DF and DA_4j.
 
-    First dalpha_j = N_j . dx,   dx = rstd (gain DX - xh mean),   mean = mean(xh gain DX),   and what it adds to dp and dq. N is made
-    again from H and F: nothing but the streams was kept. DPALL dp, for the gradient of W; DREAD and DGAIN sums over the program's tokens.
+    First dalpha_j = N_j . dx,   dx = rstd (gain DX - xh mean),   xh = rstd sum_j alpha_j N_j,   mean = mean(xh gain DX),   and what it
+    adds to DP and DQ. N is made again from H and F, which DA needs anyway, rather than read. DPALL dp, for the gradient of W; DREAD and
+    DGAIN sums over the program's tokens.
     """
     t = (tl.program_id(0) * BT + tl.arange(0, BT)).to(tl.int64)
     k = tl.arange(0, 32)
@@ -198,10 +204,9 @@ def connect_backward(H, F, A, W, READ, GAIN, P, Q, CROSS, RSTD, DN, DX, DP, DQ, 
     tl.store(sums + 8, tl.sum(ones, 0))
     tl.store(sums + 9, tl.sum(slopes, 0))
     tl.store(DPALL + t[:, None] * 32 + k[None, :], dp, (t < T)[:, None])
-    dq = ()
+    shared, dq2 = (dsquare[0] + dsquare[1] + dsquare[2] + dsquare[3]) / 4, ()  # 2 dq_j
     for j in tl.static_range(4):
-        total = (dsquare[0] + dsquare[1] + dsquare[2] + dsquare[3]) / 4
-        dq += (2 * (tl.load(DQ + t * 4 + j, t < T, 0.0) + tl.where(together != 0, total, dsquare[j])),)
+        dq2 += (2 * (tl.load(DQ + t * 4 + j, t < T, 0.0) + tl.where(together != 0, shared, dsquare[j])),)
 
     da = zeros(BT, 20)
     for d0 in tl.range(0, D, BD, num_stages=NS):
@@ -218,7 +223,7 @@ def connect_backward(H, F, A, W, READ, GAIN, P, Q, CROSS, RSTD, DN, DX, DP, DQ, 
         g = ()
         for j in tl.static_range(4):
             gj = tl.load(DN + (t * 4 + j)[:, None] * D + c[None, :], inside, 0.0).to(tl.float32)
-            gj += alpha[j][:, None] * dx + dq[j][:, None] * n[j]
+            gj += alpha[j][:, None] * dx + dq2[j][:, None] * n[j]
             w = tl.load(W + (j * D + c)[None, :] * 32 + k[:, None], (c < D)[None, :], 0.0)
             g += (tl.dot(dp.to(DT), w.to(DT), gj, input_precision="ieee"),)
         for s in tl.static_range(4):
@@ -234,16 +239,16 @@ def tile(H, warps):
     return dict(D=H.shape[-1], BT=16, BD=32, NS=2, DT=dot_type(H), num_warps=warps)
 
 
-def connection(H, f, *_):
-    """N, X, P, Q, CROSS, RSTD, still empty."""
+def empty_outputs(H, f, *_):
+    """N, X, P, Q, CROSS, RSTD"""
     numbers = (H.new_empty(len(H), n, dtype=torch.float32) for n in (32, 4, 6, 1))
     return torch.empty_like(H), torch.empty_like(f), *numbers
 
 
-@operator(connection)
+@operator(empty_outputs)
 def connect(H: Tensor, f: Tensor, A: Tensor, W: Tensor, read: Tensor, gain: Tensor, eps: float, routing_eps: float, together: bool
             ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    T, made = len(H), connection(H, f)
+    T, made = len(H), empty_outputs(H, f)
     connect_forward[(triton.cdiv(T, 16),)](H, f, A, W.to(H.dtype), read, gain, *made, T, eps, routing_eps, int(together), **tile(H, 2))
     return made
 
@@ -282,7 +287,8 @@ class Streams:
         N, x, P, q = streams.connect(W, read, gain, eps, ...)   the streams H' = H A + y beta^T; x = RMSNorm(H' alpha) * gain
         streams = N.then(F(x), A, beta)                         A and beta may depend on P and q, as alpha does
 
-    W (4, d, n), n <= 32; P (B, T, n) = sum_j H'_j W_j; q (B, T, 4) the squares of the streams; read (10,) as in read_weights.
+    W (4, d, n), n <= 32; P (B, T, n) = sum_j H'_j W_j; q (B, T, 4) the squares of the streams; read (10,) as in `read_weights`.
+    Streams, and W where matrices are multiplied, are in the precision of the embedding, that of autocast if it is on; sums are float32.
     """
 
     def __init__(self, H, y=None, A=None):
@@ -291,8 +297,7 @@ class Streams:
     @classmethod
     def enter(cls, x):
         """m copies of the embedding: its write to streams that were not there."""
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
+        x = autocast(x)
         H = x.new_zeros(*x.shape[:-1], 4, x.shape[-1])
         return cls(H).then(x, H.new_zeros(4, 4), H.new_ones(4))
 
@@ -308,8 +313,9 @@ class Streams:
 
     def finish(self):
         """The streams after the last branch, (B, T, 4, d), for the head."""
-        A = self.A.to(self.H.dtype)
-        return torch.einsum("...sd,...sj->...jd", self.H, A[..., :4, :]) + A[..., 4, :, None] * self.y.unsqueeze(-2)
+        with no_autocast(self.H):
+            sources = torch.cat([self.H, self.y.unsqueeze(-2)], -2).float()
+            return (self.A.mT @ sources).to(self.H.dtype)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -317,7 +323,7 @@ class Streams:
 
 
 def stream_enter(model, x):
-    return Streams.enter(x) if usable(x) else type(model.blocks[0].attn_residual).enter(x)
+    return Streams.enter(x) if usable(autocast(x)) else type(model.blocks[0].attn_residual).enter(x)
 
 
 def stream_forward(self, streams, F):

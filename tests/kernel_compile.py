@@ -47,6 +47,7 @@ class Recorder:
             types[name] = TYPES[x.dtype] if isinstance(x, torch.Tensor) else "fp32" if isinstance(x, float) else "i32"
             if isinstance(x, torch.Tensor):
                 attrs[(i,)] = [["tt.divisibility", 16]]
+            assert isinstance(x, torch.Tensor) or self.fn.params[i].do_not_specialize, f"another {name} would be another program"
         assert len(types) + len(constants) == len(self.fn.arg_names), self.fn.arg_names
         key = self.fn.__name__, tuple(types.items()), tuple(sorted((k, str(v)) for k, v in constants.items())), num_warps
         self.launches[key] = self.fn, types, attrs, constants, dict(num_warps=num_warps, maxnreg=maxnreg)

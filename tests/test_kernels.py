@@ -313,6 +313,15 @@ def test_connections_of_four_streams_and_their_gradients_are_those_of_the_defini
     assert poisoned()
 
 
+def test_the_last_write_is_summed_in_float32_and_rounded_once():
+    g = torch.Generator().manual_seed(0)
+    noise = lambda *shape: torch.randn(*shape, generator=g)  # noqa: E731
+    H, y, A = noise(1, 3, 4, 8).bfloat16(), noise(1, 3, 8).bfloat16(), noise(1, 3, 5, 4)
+    expected = (A[..., :4, :].double().mT @ H.double() + A[..., 4, :, None].double() * y[..., None, :].double()).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(kernels_hc.Streams(H, y, A).finish(), expected)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # In a model
 
@@ -384,6 +393,14 @@ def test_rules_without_kernels_are_left_alone(residual):
     assert "forward" not in vars(model.blocks[0].attn_residual)
 
 
+@pytest.mark.parametrize("base", [residuals.HC, residuals.MHC, residuals.FullAttnRes, residuals.BlockAttnRes])
+def test_a_rule_that_builds_on_one_with_kernels_is_left_alone(base, monkeypatch):
+    monkeypatch.setitem(residuals.RULES, "mine", type("Mine", (base,), {"__doc__": base.__doc__}))
+    model = Transformer(ModelConfig(residual="mine", n_layer=1, d_model=32, n_head=2, vocab_size=17))
+    assert kernels.accelerate(model, "triton") is None
+    assert "forward" not in vars(model.blocks[0].attn_residual)
+
+
 @pytest.mark.parametrize("version,served", [("2.3.1", False), ("3.3.1", False), ("3.4.0", True), ("3.10.0+git", True)])
 def test_an_older_triton_than_the_kernels_compile_with_is_named(version, served, monkeypatch):
     model = Transformer(ModelConfig(residual="hc", n_layer=1, d_model=32, n_head=2, vocab_size=17))
@@ -393,7 +410,7 @@ def test_an_older_triton_than_the_kernels_compile_with_is_named(version, served,
     assert problem is None if served else "no Triton of 3.4 or later" in problem
 
 
-@pytest.mark.parametrize("residual", ["fullattnres", "hc", "mhc:iterations=2"])
+@pytest.mark.parametrize("residual", ["fullattnres", "blockattnres:n_blocks=1", "hc", "mhc:iterations=2"])
 def test_a_compiled_model_sees_operators_and_gives_the_same(residual):
     _, model = models(residual, n_layer=1)
     tokens, results = torch.tensor([[3, 1, 2, 5]]), []
