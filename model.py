@@ -77,7 +77,7 @@ class Transformer(nn.Module):
         rope = Table(rotary(cfg.seq_len, cfg.d_head, cfg.rope_base))
         self.seq_len = cfg.seq_len
         self.embed = nn.Embedding(cfg.vocab_size, cfg.d_model)
-        self.enter = rule.enter
+        self.enter, self.swap = rule.enter, rule.swap
         self.blocks = nn.ModuleList(Block(cfg, rope, next(residuals), next(residuals)) for _ in range(cfg.n_layer))
         self.reader = rule.head_reader(cfg)
         self.head = nn.Linear(cfg.d_model, cfg.vocab_size, bias=False)

@@ -45,8 +45,11 @@ from configs import Mistake, require, suggest
 from residuals import RULES, wide
 
 BATCH = 4  # windows in a forward pass; no number depends on it
-SEED = 42  # of the windows, as in the authors' probes
+SEED = 42  # of the windows
 TAU_CAUSAL, TAU_PERM = 0.45, 0.15  # Eqs. 6 and 8
+
+# The authors draw offsets at random, with the same seed 42: 128 windows of 512 tokens for angles, 16 of 256 for causal scores and pruning,
+# 12 of 256 for permutations, 32 of 512 for the lens. Ours are 16 windows of 512 that do not overlap, for all (--windows, --length).
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -74,10 +77,10 @@ class Subject:
         return [self.tokens[i : i + BATCH] for i in range(first, len(self.tokens), BATCH)]
 
 
-def walk(model, tokens, blocks=None):
+def walk(model, tokens):
     """The depth states before the first layer, between layers, and after the last: L + 1, in the form that the rule gives them."""
     states = [model.enter(model.embed(tokens))]
-    for block in model.blocks if blocks is None else blocks:
+    for block in model.blocks:
         states.append(block(states[-1]))
     return states
 
@@ -88,7 +91,8 @@ def readers(model):
 
 
 def vectors(model, states):
-    """z_0 ... z_L, each (B, T, D). Streams are concatenated; of AttnRes it is the mixture, of Block AttnRes at its boundaries."""
+    """z_0 ... z_L, each (B, T, D). Streams are concatenated; of AttnRes it is the mixture, of Block AttnRes at its boundaries, and
+    elsewhere its running sum."""
     return [wide(reader.vector(h)) for reader, h in zip(readers(model), states)]
 
 
@@ -98,7 +102,8 @@ def without(model, s):
 
 
 def loss(subject, blocks=None):
-    """Mean loss of the next token, in nats, summed in float64."""
+    """Mean loss of the next token, in nats, summed in float64. In the precision of the weights, without autocast, so that an amp run's
+    val_loss is not quite the same; the authors cast their models to bf16."""
     total = 0.0
     for batch in subject.batches():
         logits = wide(subject.model(batch[:, :-1], blocks))
@@ -109,8 +114,8 @@ def loss(subject, blocks=None):
 def late_fraction(score, tau):
     """R: the share of pairs of layers in the last three quarters of the network with a score above tau (Eqs. 5 to 8)."""
     s, l = np.triu_indices(len(score), 1)
-    late = s >= math.ceil(len(score) / 4)
-    return float((score[s, l][late] > tau).mean()) if late.any() else math.nan
+    late = score[s, l][s >= math.ceil(len(score) / 4)]
+    return float((late > tau).mean()) if len(late) and np.isfinite(late).all() else math.nan
 
 
 def to_numpy(x):
@@ -152,6 +157,11 @@ class Probe:
         """{name: mean over the tokens}"""
 
     @staticmethod
+    def lacks(out):
+        """Whether a finished measurement has gaps that another call may fill."""
+        return False
+
+    @staticmethod
     def settings(subject):
         """What else than the weights and the data the result depends on."""
         return {"windows": len(subject.tokens), "length": subject.tokens.shape[1] - 1}
@@ -183,7 +193,7 @@ class Angular(Probe):
     @staticmethod
     def summary(out):
         steps = np.diagonal(out["distance"], 1)
-        return {"angle_first": steps[0], "angle_late": steps[len(steps) // 4 :].mean()}
+        return {"angle_first": steps[0], "angle_late": steps[math.ceil(len(steps) / 4) :].mean()}
 
     @staticmethod
     def draw(axes, out):
@@ -210,7 +220,8 @@ class Pairs(Probe):
     @classmethod
     def draw(cls, axes, out):
         score = upper(out["score"])
-        heat(axes[0], score, "magma_r", f"{cls.__name__.lower()} score", low=0, high=np.nanpercentile(score, cls.darkest))
+        darkest = np.nanpercentile(score, cls.darkest) if np.isfinite(score).any() else 1
+        heat(axes[0], score, "magma_r", f"{cls.__name__.lower()} score", low=0, high=darkest)
         axes[0].set(xlabel=cls.column, ylabel=cls.row)
         axes[0].set_title(share_text(cls.R, out["score"], cls.tau), fontsize=9)
 
@@ -249,24 +260,24 @@ class Permutation(Pairs):
     def measure(cls, subject, out):
         model = subject.model
         L = len(model.blocks)
-        swap = type(model.blocks[0].attn_residual).swap
         if "score" not in out:
             out["base"] = np.array(loss(subject))
             out["score"] = np.where(np.triu(np.ones((L, L)), 1), np.nan, 0)
         for i, j in zip(*np.nonzero(np.isnan(out["score"]))):
-            swap(model, i, j)
+            model.swap(model, i, j)
             try:
                 swapped = loss(subject)
             finally:
-                swap(model, i, j)
+                model.swap(model, i, j)
             out["score"][i, j] = abs(swapped - out["base"]) / out["base"]
             yield 1 - np.isnan(out["score"]).sum() / (L * (L - 1) / 2)
 
 
 class Paths(Probe):
-    """w(i -> k) = beta_i^T A_{i+1} ... A_{k-1} alpha_k: the weight of source i in what branch k reads, before its norm (Figure 7).
+    """w(i -> k) = beta_{i-1}^T A_i ... A_{k-1} alpha_k: the weight of source i in what branch k reads, before its norm (Figure 7).
 
-    Source 0 is the embedding, source i the output of branch i - 1. `spread` is the standard deviation over tokens.
+    Source 0 is the embedding, which enters every slot with weight 1, source i the output of branch i - 1. `spread` is the standard
+    deviation over tokens.
     """
 
     figure = "7"
@@ -347,7 +358,13 @@ class Tasks(Probe):
 
     @staticmethod
     def settings(subject):
-        return {"examples": subject.examples, "sources": subject.sources}
+        return {"examples": subject.examples, "sources": {task: file_hash(source) for task, source in subject.sources.items()}}
+
+
+def file_hash(source):
+    """Of the FILE in TASK=FILE; None if it cannot be read, which data.eval_set will say."""
+    path = Path(source.partition("=")[2])
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.is_file() else None
 
 
 class Arc(Tasks, EachLayer):
@@ -358,12 +375,13 @@ class Arc(Tasks, EachLayer):
     @staticmethod
     def number(subject, blocks=None):
         examples = subject.eval_set("arc-easy")
+        require(examples, "arc-easy has no questions")
         answers = [(n, target) for n, example in enumerate(examples) for target in example.targets]
         pairs = [data.encode_pair(subject.tokenizer, examples[n].context, target) for n, target in answers]
         nll = continuation_nll(subject.model, pairs, blocks)
         each = [[] for _ in examples]
         for (n, target), value in zip(answers, nll):
-            each[n].append(value / len(target.lstrip()))  # without the space before it, as lm-eval counts
+            each[n].append(value / max(1, len(target.lstrip())))  # without the space before it, as lm-eval counts
         return 100 * statistics.mean(int(np.argmin(values)) == example.gold for values, example in zip(each, examples))
 
     @staticmethod
@@ -441,7 +459,8 @@ class Share(Probe):
 class Transport(Probe):
     """The product P_k = A_0 A_1 ... A_k of the residual maps of m streams, for each token (Figure 10).
 
-    rank: the effective rank of P_k, with a 95 % interval from resampling documents. Of the product over all branches: the
+    rank: the effective rank of P_k, with a 95 % interval from resampling documents, of which the windows have pieces; a document with
+    pieces in two counts as two. Of the product over all branches: the
     |cos| between its rows, the directions into which the streams have been carried, and its singular values over the largest.
     """
 
@@ -531,8 +550,8 @@ def documents(ids, eot):
 
 
 class Health(Probe):
-    """Whether the routing of streams is alive. For each branch: how far row and column sums of A are from one, the largest of
-    a token; the share of |A| off the diagonal; the gradient that reaches the constants behind A, which a frozen mixer has not.
+    """Whether the routing of streams is alive. For each branch: how far row and column sums of A are from one, the mean over tokens of
+    the largest; the share of |A| off the diagonal; the gradient that reaches the constants behind A, which a frozen mixer has not.
     """
 
     panels = 3
@@ -589,7 +608,11 @@ class Health(Probe):
 
 
 class NLL(Tasks):
-    """Teacher-forced loss on six tasks: over all target tokens of a task, and the plain mean of two tasks (Figure 4)."""
+    """Teacher-forced loss on six tasks: over all target tokens of a task, and the plain mean of two tasks (Figure 4).
+
+    Targets longer than the context are left out and counted, where the authors' script stops. Tasks that cannot be had are named,
+    and asked for again by the next call.
+    """
 
     figure = "4"
     CATEGORIES = {"coding": ("mbpp", "humaneval"), "STEM": ("sciq", "gpqa"), "math": ("gsm8k", "math-500")}
@@ -611,9 +634,15 @@ class NLL(Tasks):
                 fitting = [pair for pair in pairs if len(pair[1]) <= model.seq_len]
                 out["left_out"][i] = len(pairs) - len(fitting)
                 if fitting:
-                    out["tokens"][i] = sum(len(target) for _, target in fitting)
-                    out["nll"][i] = continuation_nll(model, fitting).sum() / out["tokens"][i]
+                    tokens = sum(len(target) for _, target in fitting)
+                    out["nll"][i] = continuation_nll(model, fitting).sum() / tokens
+                    out["tokens"][i] = tokens  # last: this marks the task as done
             yield (i + 1) / n
+        require(out["tokens"].any(), "none of its tasks could be had")
+
+    @staticmethod
+    def lacks(out):
+        return not out["tokens"].all()
 
     @classmethod
     def summary(cls, out):
@@ -684,7 +713,9 @@ class Layers(Probe):
         units = {"stream": "RMS of z_l", "update": "RMS of z_l+1 - z_l", "gain": "RMS of z_l+1 over z_l", "gradient": "gradient norm"}
         for ax, (key, label) in zip(axes, units.items()):
             heat(ax, np.log10(np.maximum(out[key].T, 1e-12)), "viridis", f"log10 {label}")
-            ax.set(xlabel=f"step (of {len(out['step'])} measured)", ylabel="layer l")
+            ax.set(xlabel="step", ylabel="layer l")
+            places = range(0, len(out["step"]), math.ceil(len(out["step"]) / 5))
+            ax.set_xticks(list(places), [f"{out['step'][place]:,}" for place in places])
 
 
 class Rounds(Probe):
@@ -835,50 +866,52 @@ def order(residual):
 
 
 class Results:
-    """probe.npz and probe.json of a run: the arrays of each probe, and what they were measured on."""
+    """probe.npz of a run: the arrays of each probe, and what they were measured on, of which probe.json is a copy for people."""
 
     def __init__(self, folder):
         self.folder, self.arrays, self.about = folder, {}, {}
         try:
-            self.about = dict(json.loads((folder / "probe.json").read_text()))
             with np.load(folder / "probe.npz") as file:
-                for key in file:
+                for key in set(file) - {"about"}:
                     name, _, array = key.partition("/")
                     self.arrays.setdefault(name, {})[array] = file[key]
-        except FileNotFoundError:
-            pass
-        except (ValueError, TypeError, OSError, EOFError, zipfile.BadZipFile):
-            self.arrays, self.about = {}, {}  # cut short by a kill; measured anew
+                self.about = json.loads(str(file["about"]))
+        except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile):
+            self.arrays, self.about = {}, {}  # not there, or damaged; measured anew
 
     def start(self, name, settings):
         """The arrays of a probe to go on with: those there are, if they were measured on the same."""
-        if self.about.get(name, {}).get("settings") != settings:
+        if name not in self.arrays or self.about.get(name, {}).get("settings") != settings:
             self.arrays[name], self.about[name] = {}, {"settings": settings, "done": False}
         return self.arrays[name]
 
     def save(self):
-        """The numbers first: a kill between the two leaves a probe that is not done, never one that is not there."""
+        """All in one file, which is there as it was or as it is, whenever a kill comes."""
+        arrays = {f"{name}/{key}": value for name, out in self.arrays.items() for key, value in out.items()}
         neighbour = self.folder / "probe.new.npz"
-        np.savez(neighbour, **{f"{name}/{key}": value for name, out in self.arrays.items() for key, value in out.items()})
+        np.savez(neighbour, about=np.array(json.dumps(self.about)), **arrays)
         neighbour.replace(self.folder / "probe.npz")
-        neighbour = self.folder / "probe.json.new"
-        neighbour.write_text(json.dumps(self.about, indent=1) + "\n")
-        neighbour.replace(self.folder / "probe.json")
+        (self.folder / "probe.json").write_text(json.dumps(self.about, indent=1) + "\n")
 
 
 def probe_run(path, args):
-    """Measure and draw the chosen probes of the run in a folder. Raises Mistake."""
+    """Measure and draw the chosen probes of the run in a folder. Returns why some were not, {probe: reason}. Raises Mistake."""
     folder, names = checkpoint_of(path).parent, chosen(args.only)
-    model, cfg = train.load_model(checkpoint_of(path))
+    state = train.load_checkpoint(checkpoint_of(path))
+    model, cfg = train.model_of(state)
     device = train.Ranks(args.device).device
     model.to(device).eval()
     dataset = data.open_dataset(cfg.data)
+    for file in train.changed_files(state, dataset)[:1]:
+        print(f"{cfg.name} was trained on other data: {file} in {cfg.data} has changed", file=sys.stderr)
+    ids = f"ids up to {dataset.vocab_size - 1}"
+    require(dataset.vocab_size <= cfg.vocab_size, f"{cfg.data} has {ids}, and {cfg.name} was made for {cfg.vocab_size}: restore the data")
     length = args.length or min(512, cfg.seq_len)
     require(length <= cfg.seq_len, f"--length={length} is more than the {cfg.seq_len} tokens that {cfg.name} was made for")
     windows = dataset.windows("val", length, SEED)
     n = min(args.windows, len(windows))
     tokens = torch.from_numpy(windows.batch(0, n)).to(device)
-    settings = {"weights": weights_hash(model), "data": dataset.identity}
+    settings = {"step": state["step"], "weights": weights_hash(model), "data": dataset.identity}
     print(f"{cfg.name}: {cfg.residual}, {cfg.n_layer} layers of width {cfg.d_model}, on {n} windows of {length} tokens of {dataset.name}")
     sources = {source.partition("=")[0]: source for source in args.tasks.split(",") if source}
     results, problems = Results(folder), {}
@@ -888,20 +921,21 @@ def probe_run(path, args):
             if issubclass(PROBES[name], Tasks):
                 subject.tokenizer = dataset.load_tokenizer()
             run_probe(name, subject, results, settings | PROBES[name].settings(subject))
-        except (NotImplementedError, Mistake) as reason:
+        except NotImplementedError as reason:
             results.arrays.pop(name, None)
             results.about.pop(name, None)
             problems[name] = str(reason)
+        except Mistake as reason:  # what is there stays for another call
+            problems[name] = str(reason)
     for name, problem in problems.items():
         print(f"{name:12} n/a: {problem}")
-    if args.only and len(problems) == len(names):
-        raise Mistake(f"nothing was measured: {names[0]} is not for this run")
+    return problems
 
 
 def run_probe(name, subject, results, settings):
     """Go on with one probe to its end; what is there is kept every few seconds, and when it is interrupted."""
     probe, out, saved, start = PROBES[name], results.start(name, settings), time.perf_counter(), None
-    if not results.about[name]["done"]:
+    if not results.about[name]["done"] or probe.lacks(out):
         try:
             with torch.no_grad():
                 for done in probe.measure(subject, out):
@@ -989,7 +1023,7 @@ def read_runs(paths):
     for path in map(Path, paths):
         for row in read_csv(path) if path.suffix == ".csv" else [read_run(path)]:
             if row:
-                rows[row["name"], row["tokens"]] = row
+                rows[row["name"], row["data"], row["tokens"]] = row
     require(rows or not paths, "none of these runs is complete; the `python train.py` command of a run goes on with it")
     return list(rows.values())
 
@@ -1008,21 +1042,26 @@ def read_csv(path):
 
 def checked(row, where):
     """A line of a table, its numbers as numbers; what probes have found stays text. Raises Mistake."""
-    kinds = {"name": str, "residual": str, "data": str, "lr": float, "val_loss": float, "step_seconds": float, "backbone": str}
+    whole_or_none = lambda text: int(text) if text else ""
+    kinds = {"name": str, "residual": str, "data": str, "lr": float, "val_loss": float, "step_seconds": float, "backbone": whole_or_none}
     try:
         return {key: kinds.get(key, int)(row[key]) for key in COLUMNS} | {key: row[key] for key in row if key and key not in COLUMNS}
     except (KeyError, ValueError, TypeError) as error:
         raise Mistake(f"{where}: not a table of `python probe.py --csv` ({type(error).__name__}: {error})") from None
 
 
-def read_run(folder):
-    """A row, or None for a run that has not reached its last step."""
+def config_of(folder):
     try:
-        cfg = configs.TrainConfig(**json.loads((folder / "config.json").read_text()))
+        return configs.TrainConfig(**json.loads((folder / "config.json").read_text()))
     except OSError:
         raise Mistake(f"no run in {folder}: a run has a config.json, and a table of runs ends in .csv") from None
     except (ValueError, TypeError):
         raise Mistake(f"{folder}/config.json is damaged; the `python train.py` command of the run writes it anew") from None
+
+
+def read_run(folder):
+    """A row, or None for a run that has not reached its last step."""
+    cfg = config_of(folder)
     records = train.read_log(folder / "log.jsonl")
     if not records or records[-1]["step"] < cfg.max_steps or "val_loss" not in records[-1]:
         print(f"{folder}: not complete, left out", file=sys.stderr)
@@ -1030,8 +1069,13 @@ def read_run(folder):
     seconds = statistics.median(record["seconds"] for record in records)
     row = vars(cfg) | {"tokens": flops.tokens(cfg), "backbone": backbone(cfg)}
     row |= {"val_loss": round(records[-1]["val_loss"], 6), "step_seconds": round(seconds, 4)}
-    probed = [about.get("summary", {}) for about in Results(folder).about.values()]
-    return {key: row[key] for key in COLUMNS} | {key: round(value, 6) for summary in probed for key, value in summary.items()}
+    row = {key: row[key] for key in COLUMNS}
+    for name, about in Results(folder).about.items():
+        if about["settings"]["step"] == cfg.max_steps:
+            row |= {key: round(value, 6) for key, value in about.get("summary", {}).items()}
+        else:
+            print(f"{folder}: {name} was measured at another step, left out", file=sys.stderr)
+    return row
 
 
 def backbone(cfg):
@@ -1085,9 +1129,10 @@ def variants(ax, rows):
     ax.grid(axis="x", alpha=0.3)
 
 
-def published(ax, rules):
-    for rule in rules:
-        losses, look = PUBLISHED.get(rule, ()), style(rule)
+def published(ax, rules, source=""):
+    for rule in (rule for rule in rules if rule in PUBLISHED):
+        losses, look = PUBLISHED[rule], style(rule)
+        look["label"] += source
         x = [d / L for L, d in flops.SHAPES[: len(losses)]]
         ax.plot(x, losses, **look | {"linestyle": ":"}, markersize=6, markerfacecolor="none", linewidth=0.8)
     aspect_axis(ax, set(flops.SHAPES))
@@ -1110,8 +1155,10 @@ def figure2(rows):
     for ax, mine in zip(axes[0], panels):
         if mine:
             panel(ax, mine)
-        if not mine or any((row["n_layer"], row["d_model"]) in flops.SHAPES for row in mine):
-            published(ax, {row["residual"] for row in mine} or PUBLISHED)
+        if not mine:
+            published(ax, PUBLISHED)
+        elif mine[0]["data"] not in data.BUILT_IN and any((row["n_layer"], row["d_model"]) in flops.SHAPES for row in mine):
+            published(ax, sorted({row["residual"] for row in mine}, key=order), " (paper)")
         ax.set_title("the paper's values (hollow), one seed" if not mine else describe(mine), fontsize=9)
         if ax.get_legend_handles_labels()[0]:  # not where the axis names the rules
             ax.legend(fontsize=7, ncols=2)
@@ -1137,6 +1184,16 @@ def budgets(rows):
     for row in sorted(rows, key=lambda row: (row["data"], row["tokens"])):
         found.setdefault((row["data"], row["tokens"]), []).append(row)
     return found
+
+
+def require_distinct(rows):
+    """Raises Mistake for two runs that a figure would take for one: they differ in an option that no figure shows."""
+    first = {}
+    for row in rows:
+        key = tuple(row[key] for key in ("data", "tokens", "residual", "n_layer", "d_model", "lr", "seed"))
+        other = first.setdefault(key, row)
+        alike = f"{other['name']} and {row['name']} are of one rule, shape, learning rate and seed, and yet they differ"
+        require(other["val_loss"] == row["val_loss"], f"{alike}: draw them one at a time")
 
 
 def describe(rows):
@@ -1179,9 +1236,9 @@ def figure3(rows):
     require(rows, "--figure=3 needs runs, as in `python probe.py --figure=3 out/200m_* out/300m_*`; `python train.py --list` names them")
     plt, scales = pyplot(), {}
     for row in rows:
-        scales.setdefault(row["name"].split("_")[0], []).append(row)
+        scales.setdefault((row["name"].split("_")[0], row["data"], row["tokens"]), []).append(row)
     figure, axes = plt.subplots(1, len(scales), figsize=(4.5 * len(scales), 4), layout="constrained", squeeze=False)
-    for ax, (scale, mine) in zip(axes[0], sorted(scales.items(), key=lambda item: item[1][0]["backbone"])):
+    for ax, ((scale, *_), mine) in zip(axes[0], sorted(scales.items(), key=lambda item: item[1][0]["backbone"] or 0)):
         panel(ax, mine)
         ax.set_title(scale, fontsize=9)
     axes[0][0].legend(fontsize=7)
@@ -1193,9 +1250,9 @@ def figure12(rows):
     require(rows, "--figure=12 needs runs, as of `python train.py configs/400m_preln_L24.py --lr=5e-4,1e-3,2e-3,5e-3`")
     plt, panels = pyplot(), {}
     for row in sorted(rows, key=lambda row: (row["data"], row["tokens"], row["n_layer"])):
-        panels.setdefault((row["data"], row["max_steps"], row["n_layer"], row["d_model"]), []).append(row)
+        panels.setdefault((row["data"], row["tokens"], row["n_layer"], row["d_model"]), []).append(row)
     figure, axes = plt.subplots(1, len(panels), figsize=(4.5 * len(panels), 4), layout="constrained", squeeze=False)
-    for ax, ((corpus, steps, L, d), mine) in zip(axes[0], panels.items()):
+    for ax, ((corpus, _, L, d), mine) in zip(axes[0], panels.items()):
         rates = sorted({row["lr"] for row in mine})
         for n, rule in enumerate(sorted({row["residual"] for row in mine}, key=order)):
             by_lr = {}
@@ -1214,7 +1271,7 @@ def figure12(rows):
         ax.set_xticks(rates, [f"{lr:g}" for lr in rates], fontsize=7)
         ax.minorticks_off()
         ax.set(xlabel="peak learning rate")
-        ax.set_title(f"{corpus}, {steps:,} steps: {L} x {d}; x: missing", fontsize=9)
+        ax.set_title(f"{corpus}, {mine[0]['max_steps']:,} steps: {L} x {d}; x: missing", fontsize=9)
         ax.grid(alpha=0.3)
     axes[0][0].set(ylabel="validation loss (nats per token)")
     axes[0][0].legend(fontsize=7)
@@ -1242,7 +1299,16 @@ def side_by_side(figures, paths):
                 ax.text(0.5, 0.5, f"{name}: n/a", ha="center", transform=ax.transAxes)
                 ax.set_axis_off()
         column[0].set_title(f"{results.folder.name}\n{column[0].get_title()}", fontsize=9)
+    for name in dict.fromkeys(name for name, _ in rows):
+        texts = {about_text(results.about[name]["settings"]) for results in found.values() if name in results.about}
+        if len(texts) > 1:
+            print(f"{name} was not measured on the same: {'; '.join(sorted(texts))}", file=sys.stderr)
     return figure
+
+
+def about_text(settings):
+    """What a probe was measured on, but for the weights."""
+    return ", ".join(f"{key} {value}" for key, value in settings.items() if key not in ("weights", "step", "size"))
 
 
 def effects(rows):
@@ -1287,8 +1353,7 @@ def mean_sd(values):
 
 def describe_run(folder):
     """{what: its value as text}"""
-    require((folder / "config.json").is_file(), f"no run in {folder}; `ls out` shows those there are")
-    cfg = configs.TrainConfig(**json.loads((folder / "config.json").read_text()))
+    cfg = config_of(folder)
     records = train.read_log(folder / "log.jsonl") or [{"step": 0, "loss": math.nan, "seconds": math.nan}]
     validated = [record["val_loss"] for record in records if "val_loss" in record] or [math.nan]
     last_tenth = [record["loss"] for record in records[-math.ceil(len(records) / 10) :]]
@@ -1308,7 +1373,8 @@ def describe_run(folder):
         values |= {"training FLOPs": f"{flops.train_flops(cfg):.3e}"}
     except Mistake:  # a reader's own rule
         pass
-    for about in Results(folder).about.values():
+    for name, about in Results(folder).about.items():
+        values |= {f"{name}: step": f"{about['settings']['step']:,}"} if about["settings"]["step"] != records[-1]["step"] else {}
         values |= {key: f"{value:.4g}" for key, value in about.get("summary", {}).items()}
     return values
 
@@ -1338,6 +1404,7 @@ def draw_figures(args):
     if figures[0] in FIGURES:
         require(len(figures) == 1, f"--figure={args.figure}: {figures[0]} is drawn alone")
         rows = read_runs(args.runs)
+        require_distinct(rows)
         figure = FIGURES[figures[0]](rows)
         for mine in budgets(rows).values():
             print(effects(mine) + levels(mine), end="")
@@ -1375,6 +1442,10 @@ def parse(argv):
     option("--csv", action="store_true", help="print runs as a table, with what their probes have found")
     option("--out", type=Path, metavar="FILE", help="the figure, by default results/figureN.png")
     args = parser.parse_args(argv)
+    for source in args.tasks.split(",") if args.tasks else ():
+        task, _, file = source.partition("=")
+        there = suggest(task, data.TASKS) or f" (there are {', '.join(data.TASKS)})"
+        require(task in data.TASKS and file, f"--tasks={source}: expected TASK=FILE.jsonl{there}")
     for key in "windows", "length", "examples":
         least = 1 if key == "windows" else 0
         require(getattr(args, key) >= least, f"--{key}={getattr(args, key)} must be at least {least}")
@@ -1391,8 +1462,10 @@ def main(argv):
         write_csv(args.runs)
     else:
         require(args.runs, "no run given, as in `python probe.py out/toy`")
-        for path in args.runs:
-            probe_run(path, args)
+        problems = {path: probe_run(path, args) for path in args.runs}
+        for path, reasons in problems.items():
+            nothing = args.only and len(reasons) == len(chosen(args.only))
+            require(not nothing, f"nothing was measured of {path}: {next(iter(reasons.values()), '')}")
 
 
 if __name__ == "__main__":
@@ -1401,3 +1474,7 @@ if __name__ == "__main__":
             main(sys.argv[1:])
         except KeyboardInterrupt:
             sys.exit(130)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise Mistake(f"{error.filename or 'a file'}: {error.strerror}") from None

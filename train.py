@@ -382,7 +382,10 @@ def load_checkpoint(path, device="cpu"):
 
 def load_model(path):
     """The model of a checkpoint, on the CPU, and the config of its run. Raises Mistake."""
-    state = load_checkpoint(path)
+    return model_of(load_checkpoint(path))
+
+
+def model_of(state):
     cfg = TrainConfig(**state["config"])
     model = Transformer(cfg)
     if cfg.precision == "bf16":
@@ -398,6 +401,11 @@ def strip(name):
     return name
 
 
+def changed_files(state, dataset):
+    """Names of the shards that are not what they were when the state was saved."""
+    return [file for file in state["data"].keys() | dataset.files.keys() if state["data"].get(file) != dataset.files.get(file)]
+
+
 def resume(path, model, optimizer, cfg, dataset, device):
     """Load the checkpoint, if there is one. Returns its step, the record that waits for evaluation, and the val_loss if it has one."""
     if not path.exists():
@@ -407,9 +415,8 @@ def resume(path, model, optimizer, cfg, dataset, device):
     changed = [f"{key}: {then.get(key)} -> {now[key]}" for key in now if key not in FREE and then.get(key) != now[key]]
     if changed:
         raise Mistake(f"{path} is of another run ({', '.join(changed)}); give this one its own --name, or remove that folder")
-    for file in state["data"].keys() | dataset.files.keys():
-        if state["data"].get(file) != dataset.files.get(file):
-            raise Mistake(f"{path} was trained on other data: {file} in {cfg.data} has changed; restore it, or take another --name")
+    for file in changed_files(state, dataset):
+        raise Mistake(f"{path} was trained on other data: {file} in {cfg.data} has changed; restore it, or take another --name")
     try:
         model.load_state_dict(state["model"])
     except RuntimeError as error:

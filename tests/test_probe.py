@@ -365,6 +365,7 @@ def test_late_pairs():
             assert probe.late_fraction(one, 0.45) == pytest.approx((s >= 8) / 276, abs=1e-15)
     assert probe.late_fraction(pairs, 0.99) == 1 and probe.late_fraction(pairs, 1.0) == 0  # above, not at, the threshold
     assert probe.late_fraction(np.ones((32, 32)) - pairs, 0.5) == 0  # l > s alone
+    assert math.isnan(probe.late_fraction(np.where(pairs, np.nan, 0), 0.5))
 
 
 @pytest.mark.parametrize(("layers", "first", "pairs"), [(4, 1, 3), (5, 2, 3), (6, 2, 6), (8, 2, 15), (9, 3, 15)])

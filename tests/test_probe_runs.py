@@ -106,7 +106,7 @@ def test_damaged_results_are_measured_anew(runs, monkeypatch):
     monkeypatch.chdir(runs)
     probe.main(["out/hc", "--only=lens", "--windows=2"])
     before = probe.Results(Path("out/hc")).arrays["lens"]["kl"]
-    for name, content in ("probe.npz", None), ("probe.json", None), ("probe.json", b"[]"), ("probe.json", b"[1]"):
+    for name, content in ("probe.npz", None), ("probe.npz", b"[]"), ("probe.json", b"[1]"):
         path = Path("out/hc", name)
         path.write_bytes(path.read_bytes()[:50] if content is None else content)
         probe.main(["out/hc", "--only=lens", "--windows=2"])
@@ -127,11 +127,13 @@ def test_bad_input_gets_one_line(runs, monkeypatch):
         (["out/nope"], "no run in out/nope"),
         (["out/prelm"], "did you mean out/preln?"),
         (["out/preln", "--only=angulr"], "--only=angulr: no such probe; did you mean angular?"),
-        (["out/preln", "--only=share"], "share is not for this run"),
+        (["out/preln", "--only=share"], "nothing was measured of out/preln: "),
         (["out/preln", "--windows=0"], "--windows=0 must be at least 1"),
         (["out/preln", "--length=64"], "--length=64 is more than the 32 tokens"),
         (["--figure=13", "out/preln"], "--figure=13 is not one of"),
         (["--figure=9", "out/preln"], "has been probed for Figure 9"),
+        (["out/preln", "--only=nll", "--tasks=gqpa=x.jsonl"], "--tasks=gqpa=x.jsonl: expected TASK=FILE.jsonl; did you mean gpqa?"),
+        (["--compare", "out/preln", "empty"], "empty/config.json is damaged"),
         (["--compare", "out/preln"], "--compare takes two runs, not 1"),
         (["--windws=3", "out/preln"], "did you mean --windows?"),
         (["--csv"], "--csv of which runs?"),
@@ -216,8 +218,79 @@ def test_figure2_shows_runs_the_paper_and_what_is_missing(monkeypatch, capsys):
     ratios = [1216 / 16, 1120 / 20, 1024 / 24, 960 / 28, 896 / 32, 800 / 42, 640 / 70]
     assert paper["Full AttnRes"] == (ratios, list(probe.PUBLISHED["fullattnres"]))
     assert len(paper) == 10
-    both = probe.figure2([row("hc", 24, 1024, 0, 2.7)]).axes[0].get_lines()
-    assert [line.get_markerfacecolor() for line in both[:2]] == ["#d55e00", "none"]  # ours, the paper's
+    both = probe.figure2([row("hc", 24, 1024, 0, 2.7, data="data/fineweb-edu")]).axes[0].get_lines()
+    assert [(line.get_markerfacecolor(), line.get_label()) for line in both[:2]] == [("#d55e00", "HC"), ("none", "HC (paper)")]
+    bytewise = probe.figure2([row("hc", 24, 1024, 0, 1.7)]).axes[0].get_lines()
+    assert "HC (paper)" not in [line.get_label() for line in bytewise], "nats of a byte beside nats of a token"
+
+
+def test_runs_that_a_figure_would_take_for_one_are_named(tmp_path):
+    table, rows = tmp_path / "runs.csv", [row("hc", 2, 64, 0, 1.5, name="a"), row("hc", 2, 64, 0, 1.4, name="b")]
+    table.write_text("\n".join([",".join(probe.COLUMNS), *(",".join(str(r[key]) for key in probe.COLUMNS) for r in rows)]))
+    with pytest.raises(Mistake, match="a and b are of one rule, shape, learning rate and seed"):
+        probe.main(["--figure=2", str(table)])
+
+
+def test_what_was_measured_at_another_step_is_no_result_of_the_run(runs, monkeypatch, capsys):
+    monkeypatch.chdir(runs)
+    probe.main(["out/mhc", "--only=lens", "--windows=1"])
+    assert "kl_middle" in probe.read_run(Path("out/mhc"))
+    results = probe.Results(Path("out/mhc"))
+    results.about["lens"]["settings"]["step"] = 2
+    results.save()
+    capsys.readouterr()
+    assert "kl_middle" not in probe.read_run(Path("out/mhc")) and "lens was measured at another step" in capsys.readouterr().err
+    assert probe.describe_run(Path("out/mhc"))["lens: step"] == "2"
+
+
+def test_a_probe_that_was_interrupted_before_its_first_number_begins_again(runs, monkeypatch):
+    monkeypatch.chdir(runs)
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(probe.Angular, "batch", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            probe.main(["out/hc", "--only=angular", "--windows=1"])
+    probe.main(["out/hc", "--only=angular", "--windows=1"])
+    assert probe.Results(Path("out/hc")).about["angular"]["done"]
+
+
+def test_of_several_runs_one_without_an_answer_does_not_stop_the_others(runs, monkeypatch):
+    monkeypatch.chdir(runs)
+    with pytest.raises(Mistake, match="nothing was measured of out/hc: the rule mixes no sources"):
+        probe.main(["out/hc", "out/blockattnres", "--only=share", "--windows=1"])
+    assert probe.Results(Path("out/blockattnres")).about["share"]["done"]
+
+
+def test_tasks_that_were_missing_or_interrupted_are_asked_for_again(runs, monkeypatch, tmp_path):
+    (tmp_path / "own.jsonl").write_text(json.dumps({"question": "1+1?", "answer": "2"}))
+    there, task = set(), f"gsm8k={tmp_path / 'own.jsonl'}"
+
+    def eval_set(source, whole=data.eval_set):
+        if source.partition("=")[0] not in there:
+            raise Mistake("not here")
+        return whole(source)
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(runs)
+    monkeypatch.setattr(data, "eval_set", eval_set)
+    with pytest.raises(Mistake, match="nothing was measured of out/preln: none of its tasks could be had"):
+        probe.main(["out/preln", "--only=nll", f"--tasks={task}"])
+    there.add("gsm8k")
+    with monkeypatch.context() as patch:
+        patch.setattr(probe, "continuation_nll", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            probe.main(["out/preln", "--only=nll", f"--tasks={task}"])
+    probe.main(["out/preln", "--only=nll", f"--tasks={task}"])
+    first = probe.Results(Path("out/preln")).about["nll"]["summary"]
+    assert set(first) == {"nll_gsm8k"}
+    (tmp_path / "own.jsonl").write_text(json.dumps({"question": "1+1?", "answer": "3"}))
+    probe.main(["out/preln", "--only=nll", f"--tasks={task}"])
+    assert probe.Results(Path("out/preln")).about["nll"]["summary"]["nll_gsm8k"] != first["nll_gsm8k"], "the file has changed"
 
 
 def test_figures_3_and_12(capsys):
