@@ -378,7 +378,7 @@ def check_content(path, index):
 
 
 def open_dataset(source):
-    """`stdlib`, `english`, or a folder that this file has made -> Dataset. Raises Mistake."""
+    """`stdlib`, `english`, `automaton`, or a folder that this file has made -> Dataset. Raises Mistake."""
     if source in BUILT_IN:
         return Dataset(BUILT_IN[source]())
     return Dataset(source)

@@ -1477,4 +1477,4 @@ if __name__ == "__main__":
         except BrokenPipeError:
             raise
         except OSError as error:
-            raise Mistake(f"{error.filename or 'a file'}: {error.strerror}") from None
+            raise Mistake(f"{error.filename or 'a file'}: {error.strerror or error}") from None

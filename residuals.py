@@ -19,6 +19,7 @@ Notation
     l, L     layer, counted from 1, and their number; branches 2l-2 and 2l-1 make up layer l
 """
 
+import inspect
 import math
 from contextlib import nullcontext
 from typing import Literal, get_args, get_origin
@@ -26,6 +27,7 @@ from typing import Literal, get_args, get_origin
 import torch
 from torch import nn
 from torch.nn.functional import layer_norm, one_hot, pad, rms_norm, scaled_dot_product_attention
+from torch.nn.utils import skip_init
 from torch.utils.checkpoint import checkpoint
 
 from configs import Mistake, rule_option, split_rule, suggest
@@ -493,8 +495,6 @@ class MHC(HC):
     @torch.no_grad()
     def init_routing(self, k):
         if self.init == "uniform":
-            if self.dynamic:
-                self.W.normal_(std=0.02)
             return
         alpha, A, _ = self.bias.split(self.sizes)
         alpha.copy_(16.0 * one_hot(torch.tensor(k % self.m), self.m) - 8)
@@ -502,6 +502,11 @@ class MHC(HC):
             A.copy_(torch.eye(self.m).flatten())
         elif self.constraint != "identity":
             A.copy_(8.0 * torch.eye(self.m).flatten() - 8)
+
+    def init_branch(self, F):
+        super().init_branch(F)
+        if self.init == "uniform" and self.dynamic:  # here, so that the backbone is that of the other rules
+            self.W.normal_(std=0.02)
 
     def route(self, H):
         return self.coefficients(normed_product(H.flatten(-2), self.W, EPS) if self.dynamic else None)
@@ -709,10 +714,15 @@ class MoDA(Residual):
         if self.post:
             self.reader.norm, self.norm_out = nn.Identity(), RMSNorm(cfg.d_model)
         if k % 2 and k < 2 * cfg.n_layer - 1:  # after the last feed-forward nobody reads
-            self.kv = nn.Linear(cfg.d_model, 2 * cfg.kv_heads * cfg.d_head, bias=False)
-            init_weight(self.kv.weight, cfg.init_std)
+            sizes = cfg.d_model, 2 * cfg.kv_heads * cfg.d_head
+            self.kv, self.std = skip_init(nn.Linear, *sizes, bias=False, device=torch.get_default_device()), cfg.init_std
         else:
             self.kv = None
+
+    def init_branch(self, F):
+        """Drawn after the backbone, which so is that of the other rules; the authors draw it after each feed-forward."""
+        if self.kv is not None:
+            init_weight(self.kv.weight, self.std)
 
     @classmethod
     def enter(cls, x):
@@ -1055,7 +1065,7 @@ def options_of(rule):
     kinds = {}
     for cls in reversed(rule.__mro__):
         if issubclass(cls, Residual):
-            kinds.update(vars(cls).get("__annotations__", {}))
+            kinds.update(inspect.get_annotations(cls, eval_str=True))
     return {name: (get_args(kind) if get_origin(kind) is Literal else kind, getattr(rule, name)) for name, kind in kinds.items()}
 
 

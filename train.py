@@ -9,11 +9,13 @@ Train a model, or several one after the other or side by side.
 
 What a run leaves is in out/<name>: log.jsonl with one line for each step, config.json, checkpoint.pt, loss.png; with
 --layer_stats also layers.jsonl, with --jobs what it printed, stdout.txt. The same command, given again, goes on from the
-checkpoint and arrives where it would have arrived without the stop, to the bit.
+checkpoint and arrives where it would have arrived without the stop: on a CPU to the bit, on a GPU but for the order in which its
+attention adds up gradients.
 """
 
 import contextlib
 import ctypes
+import errno
 import json
 import math
 import os
@@ -32,6 +34,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import configs
 import data
@@ -49,6 +52,7 @@ except ImportError:  # not on Windows, where two processes may then get into one
 # may change when a run goes on
 FREE = "name data device compile kernels micro_batch_size eval_every save_every log_every layer_stats sample".split()
 PEAK = {"A100": flops.A100, "H100": 989e12, "H200": 989e12}  # dense bf16 FLOP/s
+PIECE = 4096  # tokens whose logits are in float32 at a time
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -65,21 +69,25 @@ def lr_at(step, cfg):
 
 
 def make_optimizer(model, cfg):
-    """AdamW on all parameters, without weight decay for those that their own module exempts in `no_decay`."""
+    """AdamW on all parameters, without weight decay for those that their own module exempts in `no_decay`. Raises Mistake."""
     decay, no_decay, seen = [], [], set()
     for module in model.modules():
+        exempt = getattr(module, "no_decay", ())
+        wrong = exempt if isinstance(exempt, str) else next((name for name in exempt if not hasattr(module, name)), None)
+        require(wrong is None, f"{type(module).__name__}.no_decay: {wrong!r} is no tuple of parameters' names, or in one and no parameter")
         for name, p in module.named_parameters(recurse=False):
             if p not in seen:
-                (no_decay if name in getattr(module, "no_decay", ()) else decay).append(p)
+                (no_decay if name in exempt else decay).append(p)
                 seen.add(p)
     groups = [{"params": decay, "weight_decay": cfg.weight_decay}, {"params": no_decay, "weight_decay": 0.0}]
     groups = [group for group in groups if group["params"]]
-    fused = cfg.precision != "bf16"  # the authors' optimizer rounds after each operation, which in bf16 undoes the decay
+    fused = True if cfg.precision != "bf16" else None  # the authors' rounds after each operation, which in bf16 undoes the decay
     return torch.optim.AdamW(groups, lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=1e-8, fused=fused)
 
 
 def to_bf16(model):
-    """The authors' recipe: weights, and with them gradients and moments, in bf16, but for what a rule keeps in float32."""
+    """The authors' recipe: weights, and with them gradients and moments, in bf16, but for what a rule keeps in float32. Theirs is
+    under autocast besides; ours is not, which changes no matrix product, and leaves the routing of HC and mHC in float32."""
     for module in model.modules():
         for name, p in module.named_parameters(recurse=False):
             if name not in getattr(module, "keep_float32", ()):
@@ -88,11 +96,16 @@ def to_bf16(model):
 
 def token_losses(model, batch, cfg, device):
     """-log p of each next token of batch (B, T + 1), in float32: (B T,)."""
-    batch = torch.from_numpy(batch).to(device, non_blocking=True)
+    batch = torch.from_numpy(batch).to(device)
     amp = cfg.precision == "amp" or (cfg.precision == "auto" and device.type == "cuda")
     with torch.autocast(device.type, torch.bfloat16, enabled=amp):
-        logits = model(batch[:, :-1])
-    return cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten(), reduction="none")
+        logits = model(batch[:, :-1]).flatten(0, 1)
+    pieces = zip(logits.split(PIECE), batch[:, 1:].flatten().split(PIECE))  # all at once, float32 logits would be the largest tensor
+    return torch.cat([checkpoint(losses, *piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces])
+
+
+def losses(logits, targets):
+    return cross_entropy(logits.float(), targets, reduction="none")
 
 
 def train_step(model, optimizer, windows, step, cfg, ranks, stop, log=None):
@@ -121,7 +134,8 @@ def train_step(model, optimizer, windows, step, cfg, ranks, stop, log=None):
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip)
     loss, norm = ranks.sum(loss).item() / ranks.n, norm.item()
     if not math.isfinite(loss) or not math.isfinite(norm):
-        where = first_not_finite(model, windows.batch(step - 1, cfg.batch_size, micro_batches[0]), cfg, ranks.device)
+        batches = (windows.batch(step - 1, cfg.batch_size, rows) for rows in micro_batches)
+        where = first_not_finite(model, batches, cfg, ranks.device)
         raise NotFinite(f"stopped at step {step}: loss {loss:.4g}, gradient norm {norm:.4g}, learning rate {lr:.3g}; {where}")
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
@@ -172,8 +186,8 @@ class NotFinite(Exception):
 
 
 @torch.no_grad()
-def first_not_finite(model, batch, cfg, device):
-    """Which layer the trouble starts in, for the message."""
+def first_not_finite(model, batches, cfg, device):
+    """Which layer the trouble starts in, for the message: the first of this rank's micro-batches that has some tells."""
     model, found = getattr(model, "module", model), []
 
     def hook(name):
@@ -183,15 +197,20 @@ def first_not_finite(model, batch, cfg, device):
     for k, (_, F) in enumerate(model.branches()):
         names[F] = f"the {'feed-forward' if k % 2 else 'attention'} of layer {k // 2 + 1}"
     handles = [module.register_forward_hook(hook(name)) for module, name in names.items()]
-    token_losses(model, batch, cfg, device)
+    for batch in batches:
+        token_losses(model, batch, cfg, device)
+        if found:
+            break
     for handle in handles:
         handle.remove()
-    return f"the first output that is not finite is that of {found[0]}" if found else "all activations are finite, so it is the gradient"
+    if found:
+        return f"the first output that is not finite is that of {found[0]}"
+    return "all activations of the first rank are finite, so it is the gradient" + ", or another rank's" * dist.is_initialized()
 
 
 @torch.no_grad()
 def evaluate(model, windows, cfg, ranks, stop, progress=None):
-    """Mean loss of the tokens of a fixed set of windows, summed in float64: any micro-batch and rank count gives the same."""
+    """Mean loss of the tokens of a fixed set of windows, summed in float64: the same for any micro-batch and rank count, up to rounding."""
     model = getattr(model, "module", model)
     n = min(cfg.eval_batches * cfg.batch_size, len(windows))
     mine = ranks.share(n)
@@ -217,8 +236,11 @@ class Ranks:
         kind = kind_of(device)
         if kind == "cuda" and not torch.cuda.is_available():
             raise Mistake("--device=cuda: torch finds no GPU; --device=cpu runs without")
-        self.device = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0)) if kind == "cuda" else None)
+        local = int(os.environ.get("LOCAL_RANK", 0))
+        self.device = torch.device(kind, local if kind == "cuda" else None)
         if kind == "cuda":
+            here = torch.cuda.device_count()
+            require(local < here, f"no GPU for local rank {local}: this node has {here}, so --nproc_per_node={here}")
             torch.cuda.set_device(self.device)
         if self.n > 1 and not dist.is_initialized():
             dist.init_process_group("nccl" if kind == "cuda" else "gloo")
@@ -237,7 +259,7 @@ class Ranks:
         return x
 
     def wrap(self, model):
-        return DistributedDataParallel(model, broadcast_buffers=False) if self.n > 1 else model
+        return DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True) if self.n > 1 else model
 
 
 def kind_of(device):
@@ -245,13 +267,17 @@ def kind_of(device):
 
 
 class Stop:
-    """Ctrl-C and SIGTERM ask the run to stop where nothing is lost; a second one ends it at once, and its children."""
+    """Ctrl-C, SIGTERM and the end of the terminal ask the run to stop where nothing is lost; a second one ends it at once, and its
+    children. Not so with several ranks, each of which a scheduler and torchrun may both have asked."""
 
     def __init__(self, ranks, children=()):
         self.ranks, self.children, self.signal = ranks, children, 0
 
     def __enter__(self):
-        self.before = {number: signal.signal(number, self.request) for number in (signal.SIGINT, signal.SIGTERM)}
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores it
+            numbers.append(signal.SIGHUP)
+        self.before = {number: signal.signal(number, self.request) for number in numbers}
         return self
 
     def __exit__(self, *error):
@@ -259,7 +285,7 @@ class Stop:
             signal.signal(number, handler)
 
     def request(self, number, frame):
-        if self.signal:
+        if self.signal and (self.ranks is None or self.ranks.n == 1):
             for child in self.children:
                 child.kill()
             os._exit(128 + number)
@@ -312,7 +338,7 @@ def alone_in(out, ranks):
 def keep_freed_memory(reserve=2**30):
     """On Linux, let malloc keep what a step frees for the next one, in huge pages: most of what a depth mixture costs on a
     CPU is asking the system for pages and looking them up."""
-    with contextlib.suppress(OSError, AttributeError):
+    with contextlib.suppress(OSError, AttributeError, StopIteration):
         libc = ctypes.CDLL("libc.so.6")
         trim_threshold, top_pad, mmap_threshold, huge_page = -1, -2, -3, 14
         libc.mallopt(trim_threshold, 2**31 - 1)
@@ -327,14 +353,25 @@ def keep_freed_memory(reserve=2**30):
 
 def compile_parts(model):
     """Compile the branches and the functions of the connections; the depth state itself, which grows, stays outside."""
+    torch._dynamo.reset()
     try:
-        torch.compile(torch.sin)(torch.ones(1))
+        torch.compile(torch.sin)(torch.ones(1, device=model.head.weight.device))
     except Exception as error:
         return f"--compile: no working compiler here ({type(error).__name__}), so the run goes on without"
     for _, F in model.branches():
         F.compile()
     for name in residuals.COMPILABLE:
-        setattr(residuals, name, torch.compile(getattr(residuals, name)))
+        WRITTEN.setdefault(name, getattr(residuals, name))
+        setattr(residuals, name, torch.compile(WRITTEN[name]))
+    return None
+
+
+WRITTEN = {}  # functions of residuals.py that `compile_parts` has put a compiled one in the place of
+
+
+def undo_compile():
+    while WRITTEN:
+        setattr(residuals, *WRITTEN.popitem())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -358,23 +395,25 @@ def save(path, model, optimizer, step, cfg, dataset, record, val_loss=None):
     except (OSError, RuntimeError) as error:
         with contextlib.suppress(OSError):
             neighbour.unlink()
-        need = checkpoint_bytes(model, optimizer)
+        need = checkpoint_bytes(model)
         kept = "; the checkpoint before it is untouched" if path.exists() else ""
         reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
         raise Mistake(f"cannot write {path} ({need:,} bytes needed): {reason}{kept}") from None
 
 
-def checkpoint_bytes(model, optimizer):
+def checkpoint_bytes(model):
     """Weights and AdamW's two moments, which have the weights' precision."""
     return sum(3 * p.nbytes for p in model.parameters())
 
 
-def load_checkpoint(path, device="cpu"):
-    """The state that `save` wrote, the names of weights as the model has them. Raises Mistake."""
+def load_checkpoint(path):
+    """The state that `save` wrote, on the CPU, the names of weights as the model has them. Raises Mistake."""
     try:
-        state = torch.load(path, map_location=device, weights_only=True)
+        state = torch.load(path, map_location="cpu", weights_only=True)
         state["model"] = {strip(name): w for name, w in state["model"].items()}
         return {key: state[key] for key in ("model", "optimizer", "step", "config", "data", "record", "val_loss")}
+    except OSError as error:  # which says nothing of what is in it
+        raise Mistake(f"cannot read {path}: {error.strerror or error}") from None
     except Exception as error:
         what = f"not a checkpoint of this program, or a damaged one ({type(error).__name__})"
         raise Mistake(f"{path} is {what}; if it is that of a run, remove it to start over") from None
@@ -386,11 +425,15 @@ def load_model(path):
 
 
 def model_of(state):
-    cfg = TrainConfig(**state["config"])
-    model = Transformer(cfg)
-    if cfg.precision == "bf16":
-        to_bf16(model)
-    model.load_state_dict(state["model"])
+    name = state["config"]["name"]
+    try:
+        cfg = TrainConfig(**state["config"])
+        model = Transformer(cfg)
+        if cfg.precision == "bf16":
+            to_bf16(model)
+        model.load_state_dict(state["model"])
+    except (TypeError, RuntimeError) as error:
+        raise Mistake(f"the checkpoint of {name} is of another version of this program: {' '.join(str(error).split())[:300]}") from None
     return model, cfg
 
 
@@ -406,11 +449,11 @@ def changed_files(state, dataset):
     return [file for file in state["data"].keys() | dataset.files.keys() if state["data"].get(file) != dataset.files.get(file)]
 
 
-def resume(path, model, optimizer, cfg, dataset, device):
+def resume(path, model, optimizer, cfg, dataset):
     """Load the checkpoint, if there is one. Returns its step, the record that waits for evaluation, and the val_loss if it has one."""
     if not path.exists():
         return 0, None, None
-    state = load_checkpoint(path, device)
+    state = load_checkpoint(path)
     then, now = state["config"], asdict(cfg)
     changed = [f"{key}: {then.get(key)} -> {now[key]}" for key in now if key not in FREE and then.get(key) != now[key]]
     if changed:
@@ -419,9 +462,9 @@ def resume(path, model, optimizer, cfg, dataset, device):
         raise Mistake(f"{path} was trained on other data: {file} in {cfg.data} has changed; restore it, or take another --name")
     try:
         model.load_state_dict(state["model"])
-    except RuntimeError as error:
+        optimizer.load_state_dict(state["optimizer"])
+    except (RuntimeError, ValueError) as error:  # the second where a rule exempts other parameters from decay than it did
         raise Mistake(f"{path} does not fit the model: {' '.join(str(error).split())[:300]}") from None
-    optimizer.load_state_dict(state["optimizer"])
     return state["step"], state["record"], state["val_loss"]
 
 
@@ -452,10 +495,14 @@ class Log:
 
 
 def say(text, passing=False):
-    """Print a line; a passing one is for a terminal alone, and the next line overwrites it."""
+    """Print a line; a passing one is for a terminal alone, and the next line overwrites it. None if the terminal has gone."""
     live = sys.stdout.isatty()
-    if live or not passing:
-        print("\r\033[K" + text if live else text, end="" if passing else "\n", flush=True)
+    try:
+        if live or not passing:
+            print("\r\033[K" + text if live else text, end="" if passing else "\n", flush=True)
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
 
 
 def read_log(path, keys=("step", "loss"), tail=None):
@@ -470,7 +517,7 @@ def read_log(path, keys=("step", "loss"), tail=None):
     return [record for record in records if isinstance(record, dict) and record.keys() >= set(keys)]
 
 
-def introduce(log, cfg, model, optimizer, dataset, ranks, out):
+def introduce(log, cfg, model, dataset, ranks, out):
     given = [f"{key}={value:.6g}" if isinstance(value, float) else f"{key}={value}" for key, value in asdict(cfg).items() if key != "name"]
     size = {part: f"{n:,}" for part, n in count(model).items()}
     log.say(f"{cfg.name}: {' '.join(given)}")
@@ -478,7 +525,7 @@ def introduce(log, cfg, model, optimizer, dataset, ranks, out):
     tokens = cfg.max_steps * cfg.batch_size * cfg.seq_len
     planned = f"{tokens * per_token(cfg):.3g} FLOPs" if per_token(cfg) else "FLOPs n/a"
     where = f"{ranks.n} x {ranks.device.type}" if ranks.n > 1 else ranks.device.type
-    megabytes = checkpoint_bytes(model, optimizer) / 1e6
+    megabytes = checkpoint_bytes(model) / 1e6
     log.say(f"{tokens:,} tokens of {dataset.name} ({dataset.tokenizer}) and {planned} planned, on {where}")
     log.say(f"a checkpoint takes {megabytes:,.0f} MB in {out}")
 
@@ -568,18 +615,19 @@ def train_in(out, cfg, ranks, dataset, windows, val):
         to_bf16(model)
     model.to(ranks.device)
     optimizer = make_optimizer(model, cfg)
-    start, waiting, loss = resume(out / "checkpoint.pt", model, optimizer, cfg, dataset, ranks.device)
+    start, waiting, loss = resume(out / "checkpoint.pt", model, optimizer, cfg, dataset)
     log = Log(out, start, ranks.first)
     if start == cfg.max_steps and not waiting:
         log.say(f"{out} is complete after {start} steps: val_loss {loss:.4f} (another --name= trains anew)")
         return loss
     if ranks.first:
         (out / "config.json").write_text(json.dumps(asdict(cfg), indent=1) + "\n")
-    introduce(log, cfg, model, optimizer, dataset, ranks, out)
+    introduce(log, cfg, model, dataset, ranks, out)
     if start:
         log.say(f"going on after step {start}")
     if problem := kernels.accelerate(model, cfg.kernels):
         log.say(problem)
+    undo_compile()  # of the run before
     if cfg.compile and (problem := compile_parts(model)):
         log.say(problem)
 
@@ -589,7 +637,10 @@ def train_in(out, cfg, ranks, dataset, windows, val):
     def keep():
         if ranks.first:
             save(out / "checkpoint.pt", model, optimizer, step, cfg, dataset, record, loss)
-            draw(out, cfg)
+            try:
+                draw(out, cfg)
+            except Exception as error:  # a picture is not worth a run
+                log.say(f"no {out}/loss.png: {error}")
 
     wrapped, step, record = ranks.wrap(model), start, waiting  # record: of a step whose evaluation is not done yet
     seconds, began = deque(maxlen=20), time.perf_counter()
@@ -619,6 +670,8 @@ def train_in(out, cfg, ranks, dataset, windows, val):
             optimizer.zero_grad(set_to_none=True)
             if step > start or waiting:
                 keep()
+            if ranks.n > 1:
+                dist.barrier()  # torchrun would kill the first rank while it saves, if another had ended
             log.say(f"interrupted; {out} holds step {step}, and the same command goes on from there")
             raise
     log.say(f"val_loss {loss:.4f}; the curve is {out}/loss.png")
@@ -774,14 +827,15 @@ def main(argv):
         on_cpu = all(kind_of(cfg.device) == "cpu" for cfg in runs)
         require(on_cpu, f"--jobs={jobs} shares out a CPU, and these runs would all be on one GPU; leave it out, or add --device=cpu")
     results = side_by_side(runs, jobs) if jobs > 1 else one_after_the_other(runs)
-    if len(runs) > 1:
+    first = os.environ.get("RANK", "0") == "0"
+    if len(runs) > 1 and first:
         print("\n" + "\n".join(f"{name:40} {result}" for name, result in results.items()))
     failed = [result for result in results.values() if not result.startswith("val_loss")]
     if failed:
-        sys.exit(failed[0])
+        sys.exit(failed[0] if first else 1)
     if argv == ["-"]:
         print(results[cfg.name])  # for `outcome`
-    elif len(runs) == 1 and cfg.name == "toy":
+    elif len(runs) == 1 and cfg.name == "toy" and first:
         print("\nNext:\n  python train.py configs/toy.py --residual=preln --name=toy-preln   # the same with plain residuals")
         print("  python residuals.py                                                # all rules, one line each")
 
@@ -797,7 +851,9 @@ if __name__ == "__main__":
         except BrokenPipeError:  # whoever read our lines has gone
             os._exit(1)
         except OSError as error:
-            raise Mistake(f"{error.filename or 'a file'}: {error.strerror}") from None
+            raise Mistake(f"{error.filename or 'a file'}: {error.strerror or error}") from None
+        except torch.OutOfMemoryError:
+            raise Mistake("out of GPU memory; a smaller --micro_batch_size computes the same with less") from None
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()

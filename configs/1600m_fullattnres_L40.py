@@ -4,4 +4,6 @@ printed).
 
 from configs import TrainConfig
 
-config = TrainConfig(residual="fullattnres", n_layer=40, d_model=1728, n_kv_head=8, ff_ratio=3, max_steps=30400, lr=5e-4)
+config = TrainConfig(
+    residual="fullattnres", n_layer=40, d_model=1728, n_kv_head=8, ff_ratio=3, max_steps=30400, micro_batch_size=2, lr=5e-4
+)

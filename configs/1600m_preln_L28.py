@@ -2,4 +2,4 @@
 
 from configs import TrainConfig
 
-config = TrainConfig(residual="preln", n_layer=28, d_model=2048, n_kv_head=8, ff_ratio=3, max_steps=30400, lr=5e-4)
+config = TrainConfig(residual="preln", n_layer=28, d_model=2048, n_kv_head=8, ff_ratio=3, max_steps=30400, micro_batch_size=2, lr=5e-4)

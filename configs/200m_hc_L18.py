@@ -2,4 +2,4 @@
 
 from configs import TrainConfig
 
-config = TrainConfig(residual="hc", n_layer=18, d_model=768, max_steps=3800, micro_batch_size=8)
+config = TrainConfig(residual="hc", n_layer=18, d_model=768, max_steps=3800, micro_batch_size=4)

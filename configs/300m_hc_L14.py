@@ -2,4 +2,4 @@
 
 from configs import TrainConfig
 
-config = TrainConfig(residual="hc", n_layer=14, d_model=1056, max_steps=5700, micro_batch_size=8)
+config = TrainConfig(residual="hc", n_layer=14, d_model=1056, max_steps=5700, micro_batch_size=4)

@@ -2,4 +2,4 @@
 
 from configs import TrainConfig
 
-config = TrainConfig(residual="hc", n_layer=21, d_model=896, max_steps=5700, micro_batch_size=8)
+config = TrainConfig(residual="hc", n_layer=21, d_model=896, max_steps=5700, micro_batch_size=4)

@@ -2,4 +2,4 @@
 
 from configs import TrainConfig
 
-config = TrainConfig(residual="hc", n_layer=20, d_model=1120, micro_batch_size=8)
+config = TrainConfig(residual="hc", n_layer=20, d_model=1120, micro_batch_size=4)

@@ -2,4 +2,4 @@
 
 from configs import TrainConfig
 
-config = TrainConfig(residual="mhc", n_layer=24, d_model=1024, micro_batch_size=8)
+config = TrainConfig(residual="mhc", n_layer=24, d_model=1024, micro_batch_size=4)

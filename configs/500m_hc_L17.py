@@ -2,4 +2,4 @@
 
 from configs import TrainConfig
 
-config = TrainConfig(residual="hc", n_layer=17, d_model=1344, max_steps=9500, micro_batch_size=8)
+config = TrainConfig(residual="hc", n_layer=17, d_model=1344, max_steps=9500, micro_batch_size=4)

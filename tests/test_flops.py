@@ -474,8 +474,8 @@ def test_a_config_file_is_the_run_that_its_name_says(path):
         residual=rule, n_layer=int(depth[1:]), max_steps=STEPS[suite], lr=5e-4 if suite == "1600m" else (TABLE_4 | UNTUNED)[rule]
     )
     assert {key: getattr(cfg, key) for key in expected} == expected
-    small_batches = {"moda": 4, "hc": 8 if cfg.n_layer <= 24 else 4, "mhc": 8 if cfg.n_layer <= 24 else 4}
-    assert cfg == replace(shape, name=path.stem, residual=rule, lr=expected["lr"], micro_batch_size=small_batches.get(rule, 16))
+    micro_batch = 2 if suite == "1600m" else 4 if rule in ("hc", "mhc", "moda") else 8
+    assert cfg == replace(shape, name=path.stem, residual=rule, lr=expected["lr"], micro_batch_size=micro_batch)
     assert cfg.seq_len * cfg.batch_size == 2**20
     with torch.device("meta"):
         model = Transformer(cfg)
@@ -558,7 +558,7 @@ def test_a_rule_without_formulas_is_told_so(tmp_path):
 def test_training_memory_is_sixteen_bytes_a_parameter_and_what_the_tokens_keep():
     branches = 24 * (2 * (4 * 1024 + 4 * 2736) + 4 * 16)
     connections = 2 * 24 * 2 * 2 * 1024
-    assert flops.train_memory(TrainConfig()) == 16 * 405_406_720 + 16 * 2048 * (branches + connections + 6 * 50280)
+    assert flops.train_memory(TrainConfig()) == 16 * 405_406_720 + 8 * 2048 * (branches + connections + 4 * 50280)
 
 
 @pytest.mark.parametrize("by", flops.MEASURES)

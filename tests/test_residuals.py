@@ -1186,6 +1186,22 @@ def test_a_mistake_in_an_option_has_its_line(residual, line):
     assert line in str(mistake.value) and "\n" not in str(mistake.value)
 
 
+@every_rule
+def test_at_one_seed_the_backbone_is_that_of_all_rules(residual):
+    """But for scales: HC and mHC shrink what branches give, DeepNorm shrinks some of their weights."""
+    ours, plain = build(residual, moved=False), build("preln", moved=False)
+    for (_, F), (_, G) in zip(ours.branches(), plain.branches()):
+        for w, v in zip(F.parameters(), G.parameters()):
+            assert torch.allclose(w / w.norm(), v / v.norm(), atol=1e-6)
+    assert torch.equal(ours.embed.weight, plain.embed.weight) and torch.equal(ours.head.weight, plain.head.weight)
+
+
+def test_options_of_a_rule_may_be_annotated_by_text(monkeypatch):
+    mine = type("Mine", (residuals.HC,), {"__doc__": "", "__annotations__": {"share": "float"}, "share": 0.5, "__module__": "residuals"})
+    monkeypatch.setitem(RULES, "mine", mine)
+    assert rule_of("mine:share=2:m=3").share == 2.0
+
+
 def test_a_rule_that_a_reader_adds_works_by_being_in_rules(monkeypatch):
     class Half(residuals.Residual):
         """h' = h + F(LN(h)) / 2"""

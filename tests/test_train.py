@@ -121,6 +121,7 @@ with configs.one_line_mistakes():
 @pytest.mark.parametrize("function, call, name, status", [
     ("token_losses", 8, "SIGINT", 130),  # the second micro-batch of step 4, after the ones of the validation
     ("evaluate", 1, "SIGTERM", 143),
+    ("evaluate", 1, "SIGHUP", 129),
     ("evaluate", 2, "SIGINT", 130),  # of the last step
     ("draw", 3, "SIGINT", 130),  # after the last save
     ("save", 2, "SIGINT", 130),
@@ -501,6 +502,57 @@ def test_two_ranks_train_as_one_does():
     assert len(printed) >= 4 and done.stdout.count("step 6/6") == 1  # one rank prints
 
 
+def test_ranks_that_are_asked_twice_save_and_go_on():
+    """A scheduler and torchrun each send SIGTERM, and torchrun kills all when one of them has ended."""
+    train.train(tiny(name="straight"))
+    slow = """
+save = train.save
+def slowly(*args):
+    import time
+    time.sleep(3)
+    save(*args)
+train.save = slowly
+with configs"""
+    script = INTERRUPTING.format(module="train", function="token_losses", call=3, signal="SIGTERM").replace("\nwith configs", slow)
+    Path("asked.py").write_text(script.replace("signal.SIGTERM)", "signal.SIGTERM)\n        os.kill(os.getppid(), signal.SIGTERM)"))
+    launch = "from torch.distributed.run import main; main()"
+    words = config_file(), "--name=two"
+    stopped = run("--nproc_per_node=2", "asked.py", *words, script=launch)
+    assert stopped.returncode != 0 and stopped.stdout.count("the same command goes on from there") == 1, stopped.stderr
+    assert 0 < final("two")["step"] < 6 and not Path("out/two/checkpoint.pt.new").exists()
+    done = run("--nproc_per_node=2", str(HERE / "train.py"), *words, script=launch)
+    assert done.returncode == 0 and "going on after step" in done.stdout, done.stderr
+    for a, b in zip(*(train.read_log(Path(f"out/{name}/log.jsonl")) for name in ("straight", "two"))):
+        assert a["step"] == b["step"] and abs(a["loss"] - b["loss"]) < 2e-6
+
+
+def test_the_loss_does_not_depend_on_the_pieces_that_logits_are_taken_in(monkeypatch):
+    cfg, batch = tiny(), data.open_dataset("stdlib").windows("train", 16, 0).batch(0, 3)
+    found = []
+    for piece in 7, 4096:
+        monkeypatch.setattr(train, "PIECE", piece)
+        torch.manual_seed(0)
+        model = Transformer(cfg)
+        losses = train.token_losses(model, batch, cfg, torch.device("cpu"))
+        losses.mean().backward()
+        found.append([losses.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
+    assert len(found[0][0]) == 48
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+    target = torch.from_numpy(batch)
+    plain = torch.nn.functional.cross_entropy(model(target[:, :-1]).flatten(0, 1), target[:, 1:].flatten(), reduction="none")
+    torch.testing.assert_close(found[0][0], plain.detach(), rtol=0, atol=0)
+
+
+def test_no_logits_are_kept_in_float32(monkeypatch):
+    monkeypatch.setattr(train, "PIECE", 8)
+    cfg, kept = tiny(precision="amp", vocab_size=1024), []
+    batch = data.open_dataset("stdlib").windows("train", 16, 0).batch(0, 4)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        train.token_losses(Transformer(cfg), batch, cfg, torch.device("cpu"))
+    wide = [x for x in kept if x.shape[-1:] == (1024,) and x.dtype == torch.float32 and x.numel() >= 8 * 1024]
+    assert kept and not wide
+
+
 def test_validation_is_the_same_for_any_micro_batch_and_leaves_training_alone():
     cfg = tiny()
     torch.manual_seed(0)
@@ -526,6 +578,19 @@ def test_the_learning_rate_is_the_papers():
     assert train.lr_at(760, cfg) == 2e-3 and train.lr_at(759, cfg) < 2e-3
     assert math.isclose(train.lr_at((760 + 7600) // 2, cfg), 2e-3 * 0.55)
     assert math.isclose(train.lr_at(7600, cfg), 2e-4)
+
+
+@pytest.mark.parametrize("no_decay", ["weight", ("weight", "weihgt")])
+def test_a_slip_in_no_decay_is_named(no_decay, monkeypatch):
+    monkeypatch.setattr(train.residuals.RMSNorm, "no_decay", no_decay, raising=False)
+    with pytest.raises(Mistake, match="RMSNorm.no_decay: '(weight|weihgt)' is no tuple of parameters' names, or in one and no parameter"):
+        train.make_optimizer(Transformer(tiny()), tiny())
+
+
+def test_a_checkpoint_that_cannot_be_read_is_not_called_damaged():
+    Path("out/tiny/checkpoint.pt").mkdir(parents=True)
+    with pytest.raises(Mistake, match="cannot read out/tiny/checkpoint.pt: Is a directory"):
+        train.load_checkpoint(Path("out/tiny/checkpoint.pt"))
 
 
 def test_weight_decay_is_the_rules_own_business():
@@ -572,6 +637,9 @@ def test_compiled_parts_are_one_graph_for_all_layers(monkeypatch):
     train.train(tiny(name="deeper", n_layer=9, residual="hc", compile=True))
     many = dynamo.utils.counters["stats"]["unique_graphs"]
     assert few == many
+    compiled = train.residuals.write
+    train.train(tiny(name="plain", residual="hc"))
+    assert train.residuals.write is not compiled and not train.WRITTEN, "the next run is one without --compile"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -683,6 +751,7 @@ def test_a_mistake_is_answered_in_one_line(words, complaint, capsys):
     ("from configs import TrainConfig\nconfig = TrainConfig(n_layer=True)", "n_layer=True: expected int"),
     ("config = (", "broken.py"),
     ("from configs import TrainConfig\nconfig = TrainConfig(lr=y)", "broken.py: name 'y' is not defined"),
+    ("from configs import TrainConfig\nconfig = TrainConfig(lr=1 / 0)", "broken.py: division by zero"),
 ])
 def test_a_broken_config_file_is_answered_in_one_line(text, complaint):
     Path("broken.py").write_text(text)
