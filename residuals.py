@@ -1079,7 +1079,7 @@ def table(measure=True):
     rows = ["| rule | name | equation | paper | extra parameters | lr | starts as Pre-LN | saved |", "|---|---|---|---|--:|--:|---|--:|"]
     preln, preln_saved = parameters(ModelConfig()), saved_bytes("preln") if measure else 1
     for key, rule in RULES.items():
-        equation, _, paper = rule.__doc__.splitlines()[0].rpartition("  ")
+        equation, _, paper = (rule.__doc__ or key).splitlines()[0].rpartition("  ")
         extra, lr = parameters(ModelConfig(residual=key)) - preln, f"{rule.lr:g}" if rule.lr else "-"
         equation = " ".join(equation.split()).replace("|", "\\|")
         saved = f"{saved_bytes(key) / preln_saved:.2f}" if measure else "-"
