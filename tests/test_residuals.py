@@ -652,7 +652,7 @@ def test_mhc_starts_with_the_coefficients_that_the_authors_code_has():
 
 def test_the_uniform_start_of_mhc_mixes_nearly_evenly():
     torch.manual_seed(0)
-    connection = rule_of("mhc:init=uniform")(small("mhc", d_model=64), 0).double()
+    connection = Transformer(small("mhc:init=uniform", d_model=64)).blocks[0].attn_residual.double()
     alpha, A, beta = connection.route(noise(B, T, 4, 64))
     assert connection.W.std().item() == pytest.approx(0.02, rel=0.05) and connection.bias.abs().max() == 0
     for coefficient, value in (alpha, 0.5), (A, 0.25), (beta, 1.0):
