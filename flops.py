@@ -511,7 +511,7 @@ def train_memory(cfg):
     """Bytes: 16 for a parameter (weight, gradient, two moments in float32), and what the tokens of a micro-batch keep
 
     These are the saved activations in bf16, and 4 V bytes a token for logits and their gradient in bf16. A lower bound: under autocast
-    eager PyTorch keeps 1.6 (Pre-LN) to 3 times (mHC) the activations, the stream and what norms keep being in float32.
+    eager PyTorch keeps more, the stream and what norms keep being in float32; how much was not measured on a GPU.
     """
     per_token = account(cfg)["saved_bytes_per_token"] + 2 * BF16 * cfg.vocab_size
     return 16 * params(cfg)["total"] + cfg.micro_batch_size * cfg.seq_len * per_token

@@ -1042,8 +1042,8 @@ def read_csv(path):
 
 def checked(row, where):
     """A line of a table, its numbers as numbers; what probes have found stays text. Raises Mistake."""
-    whole_or_none = lambda text: int(text) if text else ""
-    kinds = {"name": str, "residual": str, "data": str, "lr": float, "val_loss": float, "step_seconds": float, "backbone": whole_or_none}
+    own = lambda text: int(text) if text else ""  # a rule of the reader's has no count
+    kinds = {"name": str, "residual": str, "data": str, "lr": float, "val_loss": float, "step_seconds": float, "backbone": own}
     try:
         return {key: kinds.get(key, int)(row[key]) for key in COLUMNS} | {key: row[key] for key in row if key and key not in COLUMNS}
     except (KeyError, ValueError, TypeError) as error:

@@ -73,8 +73,7 @@ def make_optimizer(model, cfg):
     decay, no_decay, seen = [], [], set()
     for module in model.modules():
         exempt = getattr(module, "no_decay", ())
-        wrong = exempt if isinstance(exempt, str) else next((name for name in exempt if not hasattr(module, name)), None)
-        require(wrong is None, f"{type(module).__name__}.no_decay: {wrong!r} is no tuple of parameters' names, or in one and no parameter")
+        require(not isinstance(exempt, str), f"{type(module).__name__}.no_decay is the text {exempt!r}; a tuple of names is ({exempt!r},)")
         for name, p in module.named_parameters(recurse=False):
             if p not in seen:
                 (no_decay if name in exempt else decay).append(p)

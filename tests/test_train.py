@@ -580,11 +580,22 @@ def test_the_learning_rate_is_the_papers():
     assert math.isclose(train.lr_at(7600, cfg), 2e-4)
 
 
-@pytest.mark.parametrize("no_decay", ["weight", ("weight", "weihgt")])
-def test_a_slip_in_no_decay_is_named(no_decay, monkeypatch):
-    monkeypatch.setattr(train.residuals.RMSNorm, "no_decay", no_decay, raising=False)
-    with pytest.raises(Mistake, match="RMSNorm.no_decay: '(weight|weihgt)' is no tuple of parameters' names, or in one and no parameter"):
+def test_a_text_in_place_of_a_tuple_in_no_decay_is_named(monkeypatch):
+    monkeypatch.setattr(train.residuals.RMSNorm, "no_decay", ("weight"), raising=False)
+    with pytest.raises(Mistake, match=r"RMSNorm.no_decay is the text 'weight'; a tuple of names is \('weight',\)"):
         train.make_optimizer(Transformer(tiny()), tiny())
+
+
+VARIANTS = [
+    *train.residuals.RULES, "layerrope:rotate=off", "hc:m=2", "hc:dynamic=off", "mhc:dynamic=off", "mhc:init=uniform",
+    "mhc:constraint=row", "mhc:constraint=identity", "mhc:constraint=free", "blockattnres:n_blocks=2", "moda:post=on",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("residual", VARIANTS)
+def test_every_rule_and_option_takes_a_step(residual):
+    cfg = tiny(residual=residual, max_steps=1, eval_every=1)
+    assert 5 < train.train(cfg) < 6
 
 
 def test_a_checkpoint_that_cannot_be_read_is_not_called_damaged():
